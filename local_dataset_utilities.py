@@ -11,7 +11,6 @@ import sys
 import tarfile
 import zlib
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import URLError
@@ -22,7 +21,6 @@ from torch.hub import download_url_to_file
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
-    from fabric_ladder.data.sources import Source
     from fabric_ladder.data.splits import ImageDatasets, TextDatasets
     from fabric_ladder.settings import DataSettings
 
@@ -108,7 +106,7 @@ def load_dataset_into_to_dataframe(data_dir: "str | Path | None" = None) -> pd.D
 
 def partition_dataset(df: pd.DataFrame) -> None:
     """Write the blog's split into the current folder: train.csv (35,000), val.csv (5,000) and test.csv (10,000)."""
-    for name, part in zip(("train", "val", "test"), _split(df), strict=True):
+    for name, part in zip(("train", "val", "test"), split_reviews(df), strict=True):
         temporary = Path(f".{name}.csv.{os.getpid()}")
         part.reset_index().to_csv(temporary, index=False, encoding="utf-8")
         temporary.replace(f"{name}.csv")
@@ -129,32 +127,9 @@ class IMDBDataset(Dataset):
 
 def load_datasets(settings: "DataSettings") -> "TextDatasets | ImageDatasets":
     """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.load`."""
-    from fabric_ladder.data.load import prepare
+    from fabric_ladder.data.load import prepare  # not above: this file also works alone
 
-    return prepare(settings, imdb_source(settings.data_dir))
-
-
-def imdb_source(data_dir: "str | Path | None" = None) -> "Source":
-    """Return IMDb as a source of the package; reading it downloads it if needed.
-
-    The key is the size of the archive, or the folder with its times of change. A missing archive has the same key, so
-    several processes can wait for one download.
-    """
-    from fabric_ladder.data.sources import Source
-
-    found = find_dataset(data_dir)
-    if found is None or found.is_file():
-        key = [found.stat().st_size if found else IMDB_BYTES]
-    else:
-        folders = [folder for folder in (found, found / "train", found / "test") if folder.exists()]
-        key = [[str(folder.resolve()), folder.stat().st_mtime_ns] for folder in folders]
-    return Source(["imdb", *key], read=partial(_read_split, data_dir))
-
-
-def _read_split(data_dir: "str | Path | None") -> tuple[pd.DataFrame, list[np.ndarray]]:
-    """Return all reviews, and the row numbers of the blog's training, validation and test split."""
-    reviews = load_dataset_into_to_dataframe(data_dir)
-    return reviews, [part.index.to_numpy() for part in _split(reviews[["label"]].reset_index(drop=True))]
+    return prepare(settings)
 
 
 def data_folder(data_dir: "str | Path | None" = None) -> Path:
@@ -162,7 +137,7 @@ def data_folder(data_dir: "str | Path | None" = None) -> Path:
     return Path(data_dir or os.environ.get("FABRIC_LADDER_DATA") or "data")
 
 
-def _split(df: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def split_reviews(df: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Shuffle and cut 7 : 1 : 2 with the blog's calls: the same pandas version gives the same rows."""
     shuffled = df.sample(frac=1, random_state=1)
     first = len(df) * 7 // 10

@@ -16,19 +16,18 @@ import torch
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from fabric_ladder.data.sources import Source
 from fabric_ladder.data.tables import read_splits
+from fabric_ladder.data.text_sources import find_source
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import imdb_source
 
 OUT = common.RESULTS / "bag_of_words.json"
 QUICKSTART = "--config quickstart.yaml --validation_samples 500 --accelerator cpu".split()
 
 
-def bag_of_words(settings: DataSettings, source: Source) -> dict[str, float]:
+def bag_of_words(settings: DataSettings) -> dict[str, float]:
     """Return the test accuracy of a logistic regression on word counts and on tf-idf."""
     with tempfile.TemporaryDirectory() as scratch:
-        splits, *_ = read_splits(settings, source, Path(scratch))
+        splits, *_ = read_splits(settings, find_source(settings), Path(scratch))
     train, test = splits["train"], splits["test"]
     found = {}
     for name, vectorizer in (("counts", CountVectorizer()), ("tf-idf", TfidfVectorizer())):
@@ -44,7 +43,7 @@ def on_quickstart(seeds: int) -> list[dict[str, float]]:
     rows = []
     for seed in range(1, seeds + 1):
         options = [*QUICKSTART, "--split_seed", str(seed), "--seed", str(122 + seed)]
-        words = bag_of_words(DataSettings(dataset="synthetic", split_seed=seed), Source(["synthetic"]))
+        words = bag_of_words(DataSettings(dataset="synthetic", split_seed=seed))
         rows.append({**words, "rung 2": common.run_rung("2_grad_accum", options)["test_accuracy"]})
         print(f"seed {seed}", *(f"{name} {value:g}" for name, value in rows[-1].items()), sep=" · ")
     return rows
@@ -61,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as the quickstart has
     if args.imdb:
         settings = DataSettings(dataset="imdb")
-        part, found = "imdb", bag_of_words(settings, imdb_source(settings.data_dir))
+        part, found = "imdb", bag_of_words(settings)
         print(*(f"{name} {value:g}" for name, value in found.items()), sep=" · ")
     else:
         part, found = "synthetic", {"rows": on_quickstart(args.seeds)}

@@ -28,10 +28,11 @@ from lightning import Fabric
 from fabric_ladder import build_dataloaders, parse_settings
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
+from fabric_ladder.data.text_sources import find_source
 from fabric_ladder.settings import DataSettings, Settings
 from fabric_ladder.techniques import full_pass
 from fabric_ladder.techniques.advice import explain_errors
-from local_dataset_utilities import imdb_source, load_datasets
+from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "padding.json"
 INSTRUCTIONS = "instructions_zh_2000.json"
@@ -74,7 +75,7 @@ def options_of(model: str, folder: Path, train: int, held_out: int) -> list[str]
 def save_first_sentences(folder: Path, options: list[str]) -> list[str]:
     """Write the first sentences of the reviews that the settings draw; return the setting that chooses them."""
     settings = parse_settings(options)
-    splits, *_ = read_splits(settings, imdb_source(settings.data_dir), folder)
+    splits, *_ = read_splits(settings, find_source(settings), folder)
     (folder / "short").mkdir()
     for split, reviews in complete_splits(splits, settings).items():
         lines = [json.dumps({"text": first_sentences(row["text"]), "label": row["label"]}) + "\n" for row in reviews]

@@ -81,7 +81,7 @@ def deciding(settings: dict) -> dict:
 
 def finished_run(folder: Path, settings: Settings) -> Path | None:
     """Return the folder of a finished run with the same settings, later than its files of data, if there is one."""
-    from fabric_ladder.data.sources import find_file
+    from fabric_ladder.options import find_file
 
     wanted = deciding(asdict(settings))
     names = [name for name in (settings.dataset, settings.validation_file, settings.test_file) if name]

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import groupby
 
 import pytest
-from support.data_files import CHATML, load_instructions, samples_of, write_rows
+from support.data_files import CHATML, load_instructions, samples_of, with_template, write_rows
 from support.data_files import rows as instruction_rows
 from support.helpers import ROOT
 from transformers import AutoTokenizer
@@ -79,13 +79,10 @@ def save(tokenizers, tmp_path):
     """Save a tokenizer with a family's template and tokens."""
 
     def save(name, kind="trained"):
-        family = FAMILIES[name]
-        tokenizer = AutoTokenizer.from_pretrained(tokenizers[kind])
-        tokenizer.add_special_tokens({"additional_special_tokens": [family.end, *family.more]})
-        tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
-        tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
-        return str(tmp_path / "tokenizer")
+        tokens = [FAMILIES[name].end, *FAMILIES[name].more]
+        special = {"additional_special_tokens": tokens, "bos_token": "<s>", "eos_token": "</s>"}
+        template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+        return with_template(tokenizers[kind], tmp_path / "tokenizer", template, **special)
 
     return save
 
@@ -119,10 +116,6 @@ def decoded(got):
         got.tokenizer.decode(ids, clean_up_tokenization_spaces=False): trained_texts(got.tokenizer, ids, labels)
         for ids, labels in samples_of(got).items()
     }
-
-
-def test_table_of_families_is_complete():
-    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == {*FAMILIES}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -189,10 +182,9 @@ def test_thoughts_are_trained_where_the_template_writes_them(load, save, name, k
 TURNS = {"u": {"role": "user", "content": "Name it."}, "a": {"role": "assistant", "content": "It is."}}
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "qwen-3"])
-def test_messages_of_one_role_in_a_row_are_separate_turns(load, save, name):
-    got = load([{"messages": [*(TURNS[role] for role in "uauuaa")]}] * 10, tokenizer=save(name))
-    assert [*decoded(got).values()] == [[f"It is.{FAMILIES[name].end}"] * 3]
+def test_messages_of_one_role_in_a_row_are_separate_turns(load, save):
+    got = load([{"messages": [*(TURNS[role] for role in "uauuaa")]}] * 10, tokenizer=save("qwen-3"))
+    assert [*decoded(got).values()] == [["It is.<|im_end|>"] * 3]
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "chatml"])
@@ -244,11 +236,10 @@ PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
 
 
 def test_a_template_without_end_tokens_ends_the_last_answer_with_the_end_of_text(load, save, tokenizers, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizers["trained"])
-    tokenizer.chat_template = PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}"
-    tokenizer.save_pretrained(tmp_path / "plain")
+    template = PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer = with_template(tokenizers["trained"], tmp_path / "plain", template)
     chosen = conversations(system=True)
-    got = load([{"messages": chat} for chat in chosen], tokenizer=str(tmp_path / "plain"))
+    got = load([{"messages": chat} for chat in chosen], tokenizer=tokenizer)
     expected = [[f" {words}" for words in answers_of(chat)] for chat in chosen]
     assert sorted(decoded(got).values()) == sorted([*words[:-1], f"{words[-1]}\n<|endoftext|>"] for words in expected)
 

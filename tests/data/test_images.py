@@ -2,8 +2,6 @@
 
 import io
 import json
-import struct
-import zlib
 from collections import Counter
 from functools import partial
 
@@ -94,35 +92,6 @@ def test_every_mode_becomes_three_colours_on_white(mode):
     assert got.dtype == np.uint8
     assert got.shape == expected.shape
     assert np.abs(got.astype(float) - expected).max() <= 1
-
-
-def colours_of_16_bits(pixels):
-    """Return a PNG with 16 bits per colour, which Pillow cannot write."""
-    height, width, _ = pixels.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
-    parts = {
-        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0),
-        b"IDAT": zlib.compress(rows),
-        b"IEND": b"",
-    }
-    chunks = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-              for kind, data in parts.items())  # fmt: skip
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-@pytest.mark.parametrize("bits", [12, 16])
-def test_colours_of_12_bits_in_16_are_refused(tmp_path, load, bits):
-    for number in range(20):
-        pixels = np.random.default_rng(number).integers(0, 2**bits, (8, 8, 3))
-        path = tmp_path / "pets" / PETS[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(colours_of_16_bits(pixels))
-    if bits == 12:
-        with pytest.raises(UserError, match="convert them to 8 bits per colour"):
-            load("pets")
-        return
-    stored = {row["image"] for rows in load("pets").splits.values() for row in rows}
-    assert (pixels >> 8).astype(np.uint8).tobytes() in stored
 
 
 def test_images_are_turned_upright():
@@ -308,30 +277,16 @@ def test_cuts_and_mirrors_are_parts_of_the_image_and_differ_by_epoch(collator):
     assert sum(torch.equal(shown(make, row, 0), shown(other, row, 0)) for row in range(len(make))) < 6
 
 
-def test_workers_change_no_sample_in_any_epoch(folder, tmp_path, fabric):
-    def epochs(num_workers):
+def test_workers_change_no_sample_and_images_are_not_padded(folder, tmp_path, fabric):
+    def batches(num_workers):
         settings = settings_for(
             tmp_path, cache_dir=str(folder / "cache"), model=VIT, task=TASK, data_dir=str(folder), dataset="pets",
-            resize_to=36, random_flip=True, num_workers=num_workers, micro_batch_size=4, pad_to_multiple_of=64,
-            eval_batch_tokens=210,
+            resize_to=36, random_flip=True, num_workers=num_workers, pad_to_multiple_of=64, eval_batch_tokens=210,
         )  # fmt: skip
-        train_loader, val_loader, test_loader = build_dataloaders(fabric, load_datasets(settings), settings)
-        seen = []
-        for epoch in range(2):
-            train_loader.sampler.epoch = epoch
-            seen.append([micro_batch for batch in train_loader for micro_batch in batch.micro_batches])
-        evaluated = [*val_loader, *test_loader]
-        assert sum(micro_batch.items for micro_batch in evaluated) == 6 + 12
-        largest = max(len(micro_batch.inputs["labels"]) for micro_batch in evaluated)
-        assert largest == 12, "210 tokens hold 12 images without padding"
-        return seen
+        train_loader, _, test_loader = build_dataloaders(fabric, load_datasets(settings), settings)
+        assert [part.items for part in test_loader] == [12], "210 tokens hold 12 images without padding"
+        train_loader.sampler.epoch = 1
+        return [part.inputs["pixel_values"] for batch in train_loader for part in batch.micro_batches]
 
-    alone, workers = epochs(0), epochs(2)
-    for one, other in zip(alone, workers, strict=True):
-        assert len(one) == 11
-        for first, second in zip(one, other, strict=True):
-            assert all(torch.equal(first.inputs[name], second.inputs[name]) for name in first.inputs)
-    assert not any(
-        torch.equal(first.inputs["pixel_values"], second.inputs["pixel_values"])
-        for first, second in zip(*alone, strict=True)
-    )
+    for alone, worker in zip(batches(0), batches(2), strict=True):
+        assert alone.equal(worker)

@@ -19,9 +19,6 @@ SCRIPT = '''
 import sys
 
 import torch
-import torch.nn.functional as F
-from lightning import Fabric
-from transformers import ViTConfig, ViTForImageClassification
 
 sys.modules["fabric_ladder"] = None  # the two files are enough
 from local_utilities import IMDBDataset, download_dataset, get_dataloaders_cifar10
@@ -39,35 +36,15 @@ class Resize:
 
 
 if __name__ == "__main__":
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.launch()
-    fabric.seed_everything(123)
-    with fabric.rank_zero_first():
-        loaders = get_dataloaders_cifar10(
-            batch_size=64,
-            num_workers=1,
-            train_transforms=Resize(16, 16),
-            test_transforms=Resize(16, 16),
-            validation_fraction=0.1,
-        )
+    transforms = {"train_transforms": Resize(16, 16), "test_transforms": Resize(16, 16)}
+    loaders = get_dataloaders_cifar10(batch_size=64, num_workers=1, validation_fraction=0.1, **transforms)
     print("batches:", *map(len, loaders))
-    train_loader, val_loader, test_loader = fabric.setup_dataloaders(*loaders)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=10))
-    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=1e-3))
-    for features, targets in train_loader:
-        logits = model(features).logits
-        loss = F.cross_entropy(logits, targets)
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        optimizer.step()
-    with torch.no_grad():
-        right = [model(features).logits.argmax(1) == targets for features, targets in test_loader]
-    print(f"test accuracy {torch.cat(right).float().mean():.3f}")
+    features, targets = next(iter(loaders[0]))
+    print(*features.shape, *targets.shape)
 '''
 
 
-def test_a_script_of_the_posts_shape_trains_on_the_part_of_cifar_10(tmp_path):
+def test_a_script_of_the_posts_shape_reads_the_part_of_cifar_10(tmp_path):
     data = real_file("cifar10_subset.tar.gz", "images of CIFAR-10").resolve().parent
     (tmp_path / "script.py").write_text(SCRIPT)
     for name in ("local_utilities.py", "local_dataset_utilities.py"):
@@ -76,7 +53,7 @@ def test_a_script_of_the_posts_shape_trains_on_the_part_of_cifar_10(tmp_path):
     printed = finished(process).splitlines()
     assert printed[0].endswith("cifar10_subset.tar.gz: 4,660 training, 846 test images")
     assert printed[1] == "batches: 65 8 14"  # 4,194 images without the last, smaller batch; 466; 846
-    assert float(printed[-1].split()[-1]) > 0.15, "ten classes by chance: 0.1"
+    assert printed[2] == "64 3 16 16 64"
 
 
 def write_published(path, images):

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from support.data_files import BLOOM, write_rows
 from support.helpers import SRC, finished, run_script, settings_for
 from support.objectives import LABELS, accumulated, assert_exact, labelled, labelling, packable
@@ -16,12 +15,11 @@ from fabric_ladder.planning.rehearsal import rehearse
 MULTI = LABELS["several"][0]
 
 
-@pytest.mark.parametrize("kind", LABELS)
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "tolerance"), [("bert", torch.float64, 1e-12), ("llama", torch.float32, 1e-5)]
-)
-def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, architecture, dtype, tolerance):
-    model = packable(labelling(kind, architecture).to(dtype))
+@pytest.mark.parametrize(("kind", "architecture"), [("words", "llama"), ("several", "bert"), ("numbers", "bert")])
+def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, architecture):
+    model, tolerance = packable(labelling(kind, architecture)), 1e-5
+    if architecture == "bert":  # Llama computes its norms in 32 bits
+        model, tolerance = model.double(), 1e-12
     score = assert_exact(tmp_path, model, labelled(kind), tolerance, **LABELS[kind][0])
     assert score.items > 100 or kind != "words", "items are words"
 

@@ -17,7 +17,7 @@ from PIL import Image
 from support.data_files import BLOOM, SPLITS, VIT, load_in, noise, save_image, stored, table, texts_of, write_table
 
 from fabric_ladder.data.rows import read_file
-from fabric_ladder.data.sources import find_source
+from fabric_ladder.data.text_sources import find_source
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 

@@ -11,7 +11,6 @@ from support.data_files import BLOOM, SPLITS, load_in, write_rows
 from support.objectives import labelled, labelling
 from support.training import run_training
 
-from fabric_ladder import UserError
 from fabric_ladder.data.regression import Regression
 
 NUMBERS = {"problem_type": "regression"}
@@ -32,21 +31,6 @@ def test_numbers_come_from_one_or_several_columns(tmp_path, name):
         assert datasets.class_names == column.split(",")
         found = sorted(tuple(row) for split in SPLITS for row in datasets.splits[split]["labels"][:])
         assert found == sorted(tuple(row[name] for name in column.split(",")) for row in texts())
-
-
-@pytest.mark.parametrize(
-    ("rows", "name", "message"),
-    [
-        ([*texts(), {"text": "a", "label": "3,5"}], "rows.jsonl", r'line 41: label is "3,5", not a number'),
-        ([*texts(), {"text": "a", "label": float("inf")}], "rows.jsonl", r"line 41: label is Infinity, not a number"),
-        ([*texts(), {"text": "a", "label": None}], "rows.csv", r"row 41: no label"),
-        ([{"text": str(index), "label": 2} for index in range(20)], "rows.csv", r"all training .* the same label, 2: "),
-    ],
-)
-def test_bad_rows_are_named(tmp_path, rows, name, message):
-    with pytest.raises(UserError, match=message) as error:
-        load(tmp_path, rows, name)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -16,7 +16,7 @@ from fabric_ladder.models.configs import AS_ROBERTA, check_model, load_config
 
 LLAMA = json.loads((MODELS / "llama-tiny.json").read_text())
 BLOOM = json.loads((ROOT / "configs/models/bloom-quickstart.json").read_text())
-VALUES = {"list": "[]", "empty": "", "cut": '{"a'}
+VALUES = {"list": "[]", "cut": '{"a'}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from fabric_ladder.models.probe import TOLERANCE, _measure, answers_alone, check
 
 CLASSIFICATION, INSTRUCTIONS = "text-classification", "instruction-tuning"
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [9.0] * 48}
-GEMMA = {"num_hidden_layers": 2, "head_dim": 32}
+GEMMA = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
 
 
 def longrope():
@@ -47,7 +47,7 @@ def longrope():
         (BertConfig(is_decoder=True), False),
         (Gemma3TextConfig(use_bidirectional_attention=True, **GEMMA), True),
         (Gemma3TextConfig(**GEMMA), False),
-        (MambaConfig(), False),
+        (MambaConfig(hidden_size=64, num_hidden_layers=2), False),
     ],
 )
 def test_a_language_model_that_sees_later_tokens_is_refused(tmp_path, config, sees_later):
@@ -77,7 +77,7 @@ def test_the_token_that_a_head_reads(config, pooled):
 @pytest.mark.parametrize(
     ("config", "longest", "changes"),
     [
-        (FNetConfig(), 64, True),
+        (FNetConfig(hidden_size=64), 64, True),
         (NystromformerConfig(), 512, True),
         (BigBirdConfig(), 1024, False),  # `build_model` makes its attention full
         (longrope(), 1024, True),
@@ -114,7 +114,8 @@ def test_a_probe_leaves_random_numbers_and_the_config_as_they_are():
 
 def test_a_model_without_a_copy_is_not_judged_which_a_line_says(tmp_path):
     assert probe(BertConfig(hidden_act="unknown"), CLASSIFICATION, 512) is None
-    FunnelConfig().to_json_file(tmp_path / "funnel.json", use_diff=False)
+    config = FunnelConfig(block_sizes=[2], d_model=64, n_head=4, d_head=16, d_inner=64)
+    config.to_json_file(tmp_path / "funnel.json", use_diff=False)
     settings = settings_for(tmp_path, model=str(tmp_path / "funnel.json"), from_scratch=True)
     check_probed(settings)
     assert "may change the results of" in padding_notice(settings)
@@ -152,7 +153,6 @@ def test_a_model_that_cannot_process_its_lengths_is_refused(tmp_path):
         (ReformerConfig(**reformer), CLASSIFICATION, 128, 1, True),
         (ReformerConfig(**reformer), CLASSIFICATION, 128, 64, False),
         (ProphetNetConfig(hidden_size=32, **small), INSTRUCTIONS, 512, 1, True),
-        (ProphetNetConfig(hidden_size=32, **small), INSTRUCTIONS, 510, 1, False),
     ):
         config.to_json_file(tmp_path / "config.json", use_diff=False)
         values = {"model": str(tmp_path / "config.json"), "from_scratch": True, "task": task, "max_length": longest}

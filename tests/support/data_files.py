@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_ladder.settings import DataSettings
 from local_dataset_utilities import load_datasets
@@ -203,6 +203,15 @@ def load_instructions(folder, dataset, **values):
     if isinstance(dataset, list):
         dataset = write_rows(dataset, folder / "rows.jsonl")
     return load_in(folder, dataset, **({"task": "instruction-tuning", "model": LLAMA} | values))
+
+
+def with_template(tokenizer, folder, template, **special):
+    """Save a tokenizer with a chat template, or None, and special tokens; return the folder."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    tokenizer.add_special_tokens(special)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def unigram(texts):

@@ -13,8 +13,8 @@ import datasets as hf
 import numpy as np
 import pyarrow as pa
 from filelock import FileLock
+from tqdm import tqdm
 
-from fabric_ladder.data.progress import Progress
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
@@ -99,14 +99,20 @@ def map_batches(table: hf.Dataset, function: Callable[[dict], dict], name: str, 
 
     def count(batch: dict) -> dict:
         columns = function(batch)
-        progress.add(len(next(iter(batch.values()))))
+        bar.update(len(next(iter(batch.values()))))
         return columns
 
-    with Progress("Tokenizing", len(table)) as progress:
+    with progress_bar("Tokenizing", total=len(table)) as bar:
         return table.map(
             count, batched=True, load_from_cache_file=False, new_fingerprint=name,
             cache_file_name=str(scratch / f"mapped-{name}.arrow"), remove_columns=table.column_names, **options,
         )  # fmt: skip
+
+
+def progress_bar(work: str, samples: Iterable | None = None, total: int | None = None) -> tqdm:
+    """Return a bar on stderr for work of more than ten seconds, which a log gets once a minute."""
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
+    return tqdm(samples, work, total, unit=" samples", delay=10, mininterval=pause, leave=False)
 
 
 def write_rows(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> hf.Dataset:

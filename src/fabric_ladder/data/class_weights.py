@@ -29,12 +29,7 @@ def check_class_weights(settings: Settings) -> None:
 
 
 def class_weights(given: str, counts: np.ndarray, names: list[str]) -> np.ndarray:
-    """Return the weight of each class.
-
-    Args:
-        given: As in the settings: `balanced`, or numbers separated by commas.
-        counts: Training samples of each class.
-        names: Names of the classes.
+    """Return the weight of each class: `balanced` by its training samples, or the given numbers.
 
     Raises:
         UserError: There are fewer or more numbers than classes.
@@ -69,11 +64,6 @@ class ClassWeights(Objective):
     the sum of the weights instead. That sum differs between micro-batches, so accumulated gradients would depend on
     how the effective batch is cut. `balanced` weights have a mean of 1 over the training samples, so the scale of the
     loss is the same in both ways.
-
-    Args:
-        settings: `label_smoothing` and `class_weights`.
-        counts: Training samples of each class.
-        names: Names of the classes.
     """
 
     inputs = ("labels", "weights")
@@ -88,17 +78,14 @@ class ClassWeights(Objective):
             self.notices = (f"Class weights: {', '.join(shown)}",)
 
     def collate(self, labels: list[int], starts: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Return the labels, and the weight of each sample's class."""
         inputs = {"labels": torch.tensor(labels)}
         if self.weights is not None:
             inputs["weights"] = torch.tensor(self.weights[labels], dtype=torch.float32)
         return inputs
 
     def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean over the samples; see the class."""
         losses = cross_entropy(in_32_bit(logits), labels, reduction="none", label_smoothing=self.smoothing)
         return losses.mean() if weights is None else (losses * weights).mean()
 
     def correct(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the number of samples whose class is predicted."""
         return count_right(logits, labels)

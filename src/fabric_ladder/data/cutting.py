@@ -140,12 +140,7 @@ def _ends_of_least_cost(width: np.ndarray, tokens: int, full_pass: int) -> list[
     """Return the ends of consecutive micro-batches that together cost least, by dynamic programming.
 
     A micro-batch costs its padded tokens, at least `full_pass`, and a quarter of `full_pass` in addition. So many small
-    passes are not worth the last bit of padding.
-
-    Args:
-        width: Padded tokens of each row, sorted from the widest.
-        tokens: Maximum padded tokens of a micro-batch of several rows.
-        full_pass: A pass with fewer padded tokens takes as long as one with these.
+    passes are not worth the last bit of padding. `width` has the padded tokens of each row, from the widest.
     """
     cost = np.zeros(len(width) + 1)
     previous = np.zeros(len(width) + 1, int)
@@ -179,8 +174,7 @@ def _pack_all(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[lis
 def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
     """Put each sample, the longest first, into the first row with enough space (first-fit decreasing).
 
-    Returns:
-        The samples of each row, and the tokens of each row.
+    Return the samples and the tokens of each row.
     """
     packs = []
     free = np.full(len(rows), capacity)
@@ -223,8 +217,7 @@ def _level(packs: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
 def _halve_largest(share: list[list[list[int]]]) -> bool:
     """Halve the largest micro-batch in place: the one with the most rows, or the most samples if all have one row.
 
-    Returns:
-        False if every micro-batch has a single sample.
+    Return False if every micro-batch has a single sample.
     """
     largest = max(range(len(share)), key=lambda index: (len(share[index]), len(share[index][0])), default=None)
     if largest is None:

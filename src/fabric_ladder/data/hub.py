@@ -48,38 +48,30 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
             hint = f"; give {folder / 'model'}"
         elif (folder / "run.json").is_file() or folder.name in ("adapter", "checkpoint"):
             hint = "; scripts/export_model.py makes a model of it"
-        with refused(f"the folder {name} holds no usable {content}{hint}"):
-            if content == "weights" and any(folder.glob("shard-*")):
-                raise ValueError("it is a sharded checkpoint")  # transformers would take it for one of its own
-            with _without_code(name):
-                yield {"local_files_only": True} | NO_CODE
-        return
-    if not HUB_NAME.fullmatch(name) or (folder.parent.is_dir() and folder.name.isdecimal()):  # such as runs/99
+        problem = f"the folder {name} holds no usable {content}{hint}"
+        options = {"local_files_only": True}
+    elif not HUB_NAME.fullmatch(name) or (folder.parent.is_dir() and folder.name.isdecimal()):  # such as runs/99
         raise UserError(f"cannot load the {content}: there is no folder {name}")
-    offline = not _hub_answers()
-    problem = "cannot be reached" if offline else "has nothing usable of this name"
-    form = "" if "/" in name else " (most names there are OWNER/NAME)"
-    with (
-        refused(
-            f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {problem}; check the "
+    else:
+        offline = not _hub_answers()
+        found = "cannot be reached" if offline else "has nothing usable of this name"
+        form = "" if "/" in name else " (most names there are OWNER/NAME)"
+        problem = (
+            f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {found}; check the "
             f"spelling{form} and the network, or give a local folder"
-        ),
-        _without_code(name),
-    ):
-        yield {"local_files_only": offline} | ({"revision": revision} if revision else {}) | NO_CODE
-
-
-@contextmanager
-def _without_code(name: str) -> Iterator[None]:
-    """Raise a `UserError` where transformers would need the model's own code."""
-    try:
-        yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise UserError(
-            f"{name} needs code of its own, which is never run here: choose a model that transformers knows"
-        ) from error
+        )
+        options = {"local_files_only": offline} | ({"revision": revision} if revision else {})
+    with refused(problem):
+        if content == "weights" and any(folder.glob("shard-*")):
+            raise ValueError("it is a sharded checkpoint")  # transformers would take it for one of its own
+        try:
+            yield options | NO_CODE
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise UserError(
+                f"{name} needs code of its own, which is never run here: choose a model that transformers knows"
+            ) from error
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -190,15 +182,10 @@ def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[s
         if split not in loaded:
             continue
         table = loaded[split]
-        numbers = split != "train" and _has_numbers(table, settings.label_column)
+        kind = str(getattr(table.features.get(settings.label_column), "dtype", ""))
+        numbers = split != "train" and kind.startswith(("int", "float"))  # -1 means no label
         if numbers and pc.unique(table.data.column(settings.label_column)).to_pylist() == [-1]:
             notices.append(f"{name} ({split}) has no labels and is left out")
         else:
             splits[split] = table
     return splits
-
-
-def _has_numbers(table: hf.Dataset, column: str) -> bool:
-    """Return whether the column holds numbers, of which -1 means no label."""
-    feature = table.features.get(column)
-    return isinstance(feature, hf.ClassLabel) or getattr(feature, "dtype", "").startswith(("int", "float"))

@@ -18,9 +18,10 @@ import numpy as np
 import pandas as pd
 
 from fabric_ladder.data.hub import find_commit, load_hub
+from fabric_ladder.data.reviews import REVIEWS
 from fabric_ladder.data.rows import list_columns, table_rows, write_checked
-from fabric_ladder.data.sources import (
-    REVIEWS,
+from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
+from fabric_ladder.data.text_sources import (
     SEPARATORS,
     content_problem,
     file_format,
@@ -28,7 +29,6 @@ from fabric_ladder.data.sources import (
     find_splits,
     read_head,
 )
-from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.options import find_data
 from fabric_ladder.settings import DataSettings

@@ -17,13 +17,13 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 from transformers import ImageProcessingMixin, PretrainedConfig
 
-from fabric_ladder.data.cache import make_once, write_rows
+from fabric_ladder.data.cache import make_once, progress_bar, write_rows
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
-from fabric_ladder.data.sources import content_problem
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
 from fabric_ladder.data.summary import ReadData, complete, name_copies
+from fabric_ladder.data.text_sources import content_problem
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
@@ -118,27 +118,22 @@ def _decode_splits(
     target = scratch / "pixels"
     target.mkdir()
     files, (splits, class_names, summary, notices) = read_image_splits(settings, path, key, scratch)
-    white = [WHITE]
+    white = WHITE
     resample = Image.Resampling[image_format.resample.upper()]
-    while True:
+    for rescaled in (False, True):
         levels, bad, kept, hashes = [], [], {}, {}
         content = hashlib.sha256(json.dumps(class_names).encode())
-        decode = partial(_try_decode, side=image_format.resize_to, resample=resample, white=white[-1], levels=levels)
+        decode = partial(_try_decode, side=image_format.resize_to, resample=resample, white=white, levels=levels)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
             for split, rows in splits.items():
                 decoded = _decode_rows(files, rows, decode, content, bad, hashes.setdefault(split, []))
                 kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
-        grey, colour = (max((level for kind, level in levels if kind == each), default=WHITE) for each in "IC")
-        if 0 < colour <= WHITE // 2:
-            raise UserError(
-                f"the colour images of 16 bits use less than half of the levels, as those of 12 bits do, and Pillow "
-                f"keeps only the upper 8 bits of {WHITE:,} levels: convert them to 8 bits per colour"
-            )
-        if len(white) > 1 or not 0 < grey <= WHITE // 2:
+        brightest = max(levels, default=WHITE)
+        if rescaled or not 0 < brightest <= WHITE // 2:
             break
-        white.append(grey)
-        notices.append(f"the images of 16 bits reach only {white[-1]:,} of {WHITE:,}: {white[-1]:,} becomes white")
+        white = brightest
+        notices.append(f"the images of 16 bits reach only {white:,} of {WHITE:,}: {white:,} becomes white")
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     notices += name_copies(
         {split: [(partial(_name, files, rows), np.array(hashes[split]))] for split, rows in splits.items()}, "images"
@@ -164,7 +159,7 @@ def _decode_rows(
 
     `bad` gets the images that cannot be decoded, with the reason, and `hashes` the hash of each file.
     """
-    with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
+    with ThreadPoolExecutor() as pool, progress_bar("Decoding", total=len(rows)) as bar:
         for batch in rows.iter(32):
             images = [image or {"bytes": b"", "path": None} for image in files[batch["row"]]["image"]]
             data = [_encoded(image) for image in images]
@@ -178,7 +173,7 @@ def _decode_rows(
                     yield {"image": pixels, "height": height, "width": width, "labels": label}
                 else:
                     bad.append((image["path"] or "an image without a name", first_line(pixels)))
-            progress.update(len(images))
+            bar.update(len(images))
 
 
 def _name(files: hf.Dataset, rows: hf.Dataset, place: int) -> str:
@@ -202,25 +197,21 @@ def _try_decode(data: bytes, **options) -> np.ndarray | Exception:
         return error
 
 
-def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list) -> np.ndarray:
+def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list[int]) -> np.ndarray:
     """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels.
 
-    Images of more than 8 bits add their brightest level to `levels`, grey ones as `("I", level)` and coloured ones as
-    `("C", level)`. The level `white` of grey images becomes 255.
+    Grey images of more than 8 bits add their brightest level to `levels`. Their level `white` becomes 255.
     """
     with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # decode a much larger JPEG at a half or less of its size
-        deep = ";16" in str(image.tile)  # of the parts of the file, which are forgotten once they are decoded
         image.load()
-        if deep and image.mode[0] not in "IF":
-            levels.append(("C", 257 * max(high for _, high in image.convert("RGB").getextrema())))
         with suppress(SyntaxError):  # a broken EXIF part
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
             grey = np.asarray(image)
             if image.mode == "F" or grey.min() < 0 or grey.max() > WHITE:
                 raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
-            levels.append(("I", int(grey.max())))
+            levels.append(int(grey.max()))
             image = Image.fromarray(((grey.astype(np.int32) * 255 + white // 2) // white).astype(np.uint8))
         elif image.has_transparency_data:
             image = image.convert("RGBA")

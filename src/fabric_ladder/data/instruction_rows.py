@@ -9,9 +9,9 @@ import datasets as hf
 import pyarrow as pa
 
 from fabric_ladder.data.cache import map_batches
+from fabric_ladder.data.reviews import REVIEWS, read_reviews
 from fabric_ladder.data.rows import list_columns, read_parts, read_text, shown
-from fabric_ladder.data.sources import REVIEWS, Source
-from fabric_ladder.data.tables import read_reviews
+from fabric_ladder.data.text_sources import Source
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
@@ -53,7 +53,7 @@ def read_instructions(settings: DataSettings, source: Source, scratch: Path) -> 
     and row, for the notices).
     """
     if source.key[0] in REVIEWS:
-        reviews = read_reviews(settings, source, scratch)
+        reviews = read_reviews(settings, scratch)
         return {split: map_batches(table, _ask, f"asked-{split}", scratch) for split, table in reviews.items()}, []
     notices, unused = [], set()
     parts = read_parts(settings, source, scratch, notices, partial(check_for, unused=unused))

@@ -13,12 +13,7 @@ KINDS: dict[str, type[LabelKind]] = {"multi_label_classification": MultiLabel, "
 
 
 def kind_of(settings: DataSettings, names: Sequence[str] = ()) -> LabelKind | None:
-    """Return the kind of labels, or None: one class per sample, or the next token.
-
-    Args:
-        settings: `task` and `problem_type`.
-        names: Names of the model's outputs, where they are known.
-    """
+    """Return the kind of labels, with the names of the model's outputs if known; None: one class, or the next token."""
     kind = WordLabels if settings.task == "token-classification" else KINDS.get(settings.problem_type)
     return kind(names) if kind else None
 

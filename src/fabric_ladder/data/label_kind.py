@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MultilabelF1Score, MultilabelPrecision, MultilabelRecall
 
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.errors import UserError
@@ -23,12 +22,7 @@ MOST_IN_MATRIX = 10  # the confusion matrix of more classes is not printed
 
 
 class Described(NamedTuple):
-    """The results of a test, in addition to its loss and its accuracy.
-
-    Attributes:
-        results: Figures for run.json.
-        lines: Lines to print.
-    """
+    """The results of a test, in addition to its loss and its accuracy: figures for run.json, and lines to print."""
 
     results: dict
     lines: list[str]
@@ -119,32 +113,24 @@ def describe_rare(counts: np.ndarray) -> list[str]:
 def describe_f1(names: list[str], counts: Tensor) -> dict:
     """Return precision, recall and F1 of each class, and their micro and macro average.
 
+    A figure without a denominator is None. Classes that are neither predicted nor true are left out of the macro
+    average, where torchmetrics would count them as 0.
+
     Args:
         names: Names of the classes.
         counts: From `MultilabelStatScores`: true and false positives, true and false negatives, and true labels of
             each class.
-
-    Returns:
-        `names`, `true` (numbers), `precision`, `recall`, `f1`, `micro_f1` and `macro_f1`. A figure without a
-        denominator is None. Classes that are neither predicted nor true are left out of the macro average.
     """
-    state = dict(zip(("tp", "fp", "tn", "fn"), counts.cpu().double().unbind(1), strict=False))
-
-    def score(kind: type[Metric], average: str | None = None) -> Tensor:
-        metric = kind(len(names), average=average, validate_args=False, zero_division=math.nan, sync_on_compute=False)
-        metric.update(*torch.zeros(2, 1, len(names), dtype=torch.bool))  # a true negative: `compute` needs an update
-        metric.merge_state(state)
-        return metric.compute()
-
-    f1 = score(MultilabelF1Score)
+    right, wrong, _, missed, _ = counts.cpu().double().unbind(1)
+    f1 = 2 * right / (2 * right + wrong + missed)
     return {
         "names": names,
         "true": counts[:, 4].tolist(),
-        "precision": without_nan(score(MultilabelPrecision)),
-        "recall": without_nan(score(MultilabelRecall)),
+        "precision": without_nan(right / (right + wrong)),
+        "recall": without_nan(right / (right + missed)),
         "f1": without_nan(f1),
-        "micro_f1": without_nan(score(MultilabelF1Score, "micro"))[0],
-        "macro_f1": without_nan(f1.nanmean())[0],  # torchmetrics would count a class without samples as 0
+        "micro_f1": without_nan(2 * right.sum() / (2 * right + wrong + missed).sum())[0],
+        "macro_f1": without_nan(f1.nanmean())[0],
     }
 
 

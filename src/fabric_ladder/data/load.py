@@ -22,11 +22,12 @@ from fabric_ladder.data.instructions import (
     tokenize_instructions,
 )
 from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.reviews import REVIEWS
 from fabric_ladder.data.rows import note_bad_samples, shown
-from fabric_ladder.data.sources import REVIEWS, Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.summary import ReadData, complete
 from fabric_ladder.data.tables import read_splits, text_columns
+from fabric_ladder.data.text_sources import Source, find_source
 from fabric_ladder.data.tokens import (
     CACHE_FORMAT,
     NO_TOKEN,
@@ -46,14 +47,10 @@ CHOICES = (  # settings that change the tokens
 )
 
 
-def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDatasets:
+def prepare(settings: DataSettings) -> TextDatasets | ImageDatasets:
     """Read, split, and tokenize or decode; a second call with the same inputs only maps the first call's files.
 
     Several processes may call it at the same time: one does the work, the others wait for it.
-
-    Args:
-        settings: The data set and its options.
-        imdb: The reviews of IMDb, from `local_dataset_utilities.py`.
 
     Raises:
         UserError: The data, the tokenizer or the cache folder cannot be used.
@@ -62,7 +59,7 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
         return load_images(settings)
     instructed = settings.task == "instruction-tuning"
     templates = prompt_templates(settings.prompt_template) if instructed else None
-    source = find_source(settings, imdb)
+    source = find_source(settings)
     commit = find_commit(settings) if source.key[0] == "hub" else None
     if commit:
         source.key.append(commit)
@@ -108,13 +105,18 @@ def check_data(settings: DataSettings) -> list[str]:
         UserError: One line about missing data, data that cannot be read, or a tokenizer that cannot be loaded.
     """
     images = settings.task == "image-classification"
-    path, source = (find_images(settings)[0], None) if images else (None, find_source(settings))
-    if not images and (name := tokenizer_name(settings)) != "trained":
-        load_tokenizer(name)
-    _counted_end(settings)
-    if (path is None) if images else source.key[0] == "hub":
-        find_commit(settings)
-    if not (path if images else source.key[0] in ("files", "synthetic")):
+    if images:
+        path, _ = find_images(settings)
+        readable = path is not None
+    else:
+        source = find_source(settings)
+        if (name := tokenizer_name(settings)) != "trained":
+            load_tokenizer(name)
+        _counted_end(settings)
+        if source.key[0] == "hub":
+            find_commit(settings)
+        readable = source.key[0] in ("files", "synthetic")
+    if not readable:
         return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"]
     with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
         if images:

@@ -17,14 +17,14 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelStatScores
 
 from fabric_ladder.data.label_kind import Described, LabelKind, class_lines, describe_f1, join, matrix, percent
-from fabric_ladder.data.label_lists import (
+from fabric_ladder.data.labels import (
+    PRINTED,
     class_numbers,
     find_classes,
     label_texts,
     number_lists,
     refuse_printed_list,
 )
-from fabric_ladder.data.label_texts import PRINTED
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.rows import shown
 from fabric_ladder.errors import UserError
@@ -38,10 +38,6 @@ class MultiLabel(LabelKind):
     """Any number of labels per text, from one column with lists of labels or from several columns of 0 and 1."""
 
     def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
-        """Return the type of the labels, and a function that returns a row's labels or raises ValueError.
-
-        A text holds labels separated by `|`, or by commas if it has no `|`.
-        """
         columns = self.columns(settings)
         if len(columns) > 1:
             return hf.Sequence(hf.Value("int8")), lambda row: [_flag(row.get(column), column) for column in columns]
@@ -52,11 +48,6 @@ class MultiLabel(LabelKind):
         return hf.Sequence(hf.Value("string")), lambda row: _labels(row.get(column), column)
 
     def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-        """Join the tables of each split, turn lists of labels into 0 and 1 for each class, and set `names`.
-
-        Raises:
-            UserError: All training texts have the same labels, or other texts have labels that the training texts lack.
-        """
         splits = join(tables, settings.label_column)
         columns = self.columns(settings)
         if len(columns) > 1:
@@ -70,16 +61,13 @@ class MultiLabel(LabelKind):
         return splits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over samples and classes."""
         logits = in_32_bit(logits)
         return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
     def correct(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the number of samples whose labels are all predicted, and no other."""
         return ((logits > 0) == (labels > 0)).all(-1).sum()
 
     def notes(self, split: hf.Dataset) -> list[str]:
-        """Return a line about the most frequent set of labels, if over 60 % of the samples have it."""
         sets, counts = np.unique(matrix(split), axis=0, return_counts=True)
         share = counts.max() / len(split)
         if share <= 0.6:
@@ -92,15 +80,12 @@ class MultiLabel(LabelKind):
         ]
 
     def start_counts(self, device: torch.device) -> Metric:
-        """Return counts for each class."""
         return MultilabelStatScores(len(self.names), average=None, validate_args=False).to(device)
 
     def count(self, counts: Metric, logits: Tensor, labels: Tensor) -> None:
-        """Add the predicted and the true labels."""
         counts.update(logits > 0, labels)
 
     def describe(self, figures: Tensor) -> Described:
-        """Return the F1 scores."""
         classes = describe_f1(self.names, figures)
         lines = [f"Test {kind}-F1 {percent(classes[f'{kind}_f1'])}" for kind in ("micro", "macro")]
         return Described({"classes": classes}, lines + class_lines(classes))
@@ -116,7 +101,7 @@ def _flag(value: object, column: str) -> int:
 
 
 def _labels(value: object, column: str) -> list[str]:
-    """Return a row's labels as texts, from a list or a text."""
+    """Return a row's labels as texts, from a list, or from a text with `|` or else commas between them."""
     if value is None:
         raise ValueError(f"no {column}")
     if isinstance(value, str):

@@ -31,16 +31,10 @@ class Regression(LabelKind):
     """Numbers from one or several columns."""
 
     def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
-        """Return the type of the numbers, and a function that returns a row's numbers or raises ValueError."""
         columns = self.columns(settings)
         return hf.Sequence(hf.Value("float64")), lambda row: [_number(row.get(column), column) for column in columns]
 
     def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-        """Join the tables of each split, and set `names` to the columns.
-
-        Raises:
-            UserError: All training texts have the same number.
-        """
         self.names = list(self.columns(settings))
         joined = join(tables, settings.label_column)
         splits = {split: table.rename_column("label", "labels") for split, table in joined.items()}
@@ -51,16 +45,14 @@ class Regression(LabelKind):
         return splits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean squared error over samples and columns."""
         logits = in_32_bit(logits)
         return mse_loss(logits, labels.to(logits.dtype))
 
     def correct(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return 0: a number is not right or wrong."""
+        # a number is not right or wrong
         return torch.zeros((), dtype=torch.int64, device=logits.device)
 
     def notes(self, split: hf.Dataset) -> list[str]:
-        """Return a line about the mean and the variance of each column."""
         numbers = matrix(split)
         columns = zip(self.names, numbers.mean(0), numbers.var(0), strict=True)
         described = "; ".join(
@@ -69,7 +61,6 @@ class Regression(LabelKind):
         return [f"Numbers to predict: {described}. An MSE above the variance is worse than always guessing the mean"]
 
     def start_counts(self, device: torch.device) -> MetricCollection:
-        """Return the MSE and Pearson's correlation of each column."""
         dtype = torch.float32 if device.type in NO_FLOAT64 else torch.float64
         columns = len(self.names)
         metrics = {"mse": MeanSquaredError(num_outputs=columns), "pearson": _Correlation(columns)}
@@ -77,12 +68,10 @@ class Regression(LabelKind):
         return MetricCollection(metrics, compute_groups=False).to(device).set_dtype(dtype)
 
     def count(self, counts: MetricCollection, logits: Tensor, labels: Tensor) -> None:
-        """Add the predicted and the true numbers."""
         dtype = counts["mse"].dtype
         counts.update(logits.to(dtype), labels.to(dtype))
 
     def describe(self, figures: dict[str, Tensor]) -> Described:
-        """Return MSE and Pearson's correlation; the correlation with equal numbers is None."""
         mean = figures["pearson"].nanmean()
         columns = {"names": self.names} | {name: without_nan(figure) for name, figure in figures.items()}
         return Described({"test_pearson": without_nan(mean)[0], "columns": columns}, [f"Test Pearson {mean:.4f}"])

@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fabric_ladder.data.cache import write_rows
+from fabric_ladder.data.cache import progress_bar, write_rows
 from fabric_ladder.data.hub import load_hub
-from fabric_ladder.data.progress import Progress
-from fabric_ladder.data.sources import (
+from fabric_ladder.data.text_sources import (
     GZIP,
     IN_EXCEL,
     SEPARATORS,
@@ -131,13 +130,7 @@ def _needed_columns(names: list[str], wanted: tuple[str, ...]) -> list[str]:
 
 
 def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ...] = ()) -> Table:
-    """Return a file as a table.
-
-    Args:
-        path: The file.
-        column_names: As in the settings.
-        wanted: See `read_parts`.
-    """
+    """Return a file as a table, with the columns that `read_parts` calls wanted."""
     names = column_names and [name.strip() for name in column_names.split(",")]
     kind = read_format(path)
     if names and kind not in SEPARATORS:
@@ -441,24 +434,16 @@ def write_checked(
     settings: DataSettings,
     notices: list[str],
 ) -> hf.Dataset:
-    """Write the good rows of a table to an Arrow file, and map it.
+    """Write the good rows of the table `name` to an Arrow file, and map it; `notices` gets a line about the others.
 
-    Args:
-        rows: All rows.
-        name: The table's name in messages.
-        check: Returns the row to write, given the location and the row; raises ValueError for a bad row.
-        schema: Types of the written columns.
-        target: The Arrow file.
-        settings: `bad_samples` is used.
-        notices: Gets a line about rows that are left out.
+    `check` returns the row to write, given the location and the row, and raises ValueError for a bad row.
 
     Raises:
         UserError: There are bad rows, and `bad_samples` is `refuse`; or all rows are bad.
     """
     bad = []
-    with Progress(f"Reading {name}") as progress:
-        table = write_rows(target, schema, _good_rows(progress.count(rows), check, bad))
-    notices += note_bad_samples(bad, progress.done, f"rows of {name} cannot be used", settings)
+    table = write_rows(target, schema, _good_rows(progress_bar(f"Reading {name}", rows), check, bad))
+    notices += note_bad_samples(bad, len(table) + len(bad), f"rows of {name} cannot be used", settings)
     return table
 
 

@@ -49,15 +49,7 @@ def complete(
 ) -> ReadData:
     """Split off missing splits, draw the samples of each split, and describe the result.
 
-    Args:
-        settings: See `complete_splits`.
-        read: The splits of the source.
-        class_names: Names of the classes.
-        notices: Notices so far.
-        columns: The columns of texts and those of labels.
-        name: The name of the source.
-        files: The files of each split, if the source is files.
-        kind: The kind of labels.
+    `columns` are those of the texts and those of the labels; `name` is that of the source.
     """
     splits = complete_splits(dict(read), settings)
     counts = {split: count_classes(table, class_names, kind) for split, table in splits.items()}

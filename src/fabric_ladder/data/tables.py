@@ -1,4 +1,4 @@
-"""Read texts and labels from tables, IMDb or synthetic reviews, number the labels, and split the rows."""
+"""Read texts and labels from tables or reviews, number the labels, and split the rows."""
 
 from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
@@ -10,17 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fabric_ladder.data.cache import write_batches
 from fabric_ladder.data.label_kind import LabelKind, join
-from fabric_ladder.data.label_texts import WHOLE, check_labels, count_texts
+from fabric_ladder.data.labels import WHOLE, check_labels, count_texts
+from fabric_ladder.data.reviews import REVIEWS, read_reviews
 from fabric_ladder.data.rows import list_columns, read_parts, read_text, shown
-from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.splits import SPLITS
-from fabric_ladder.data.synthetic import synthetic_reviews
+from fabric_ladder.data.text_sources import Source
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
-SYNTHETIC_SIZES = (4000, 500, 1000)
 SHARES = {"validation": 0.1, "test": 0.2}  # of the rows, for splits that the source lacks
 SMALLEST_STRATUM = 10  # rows: 20 % and 10 % of them are at least one row each
 
@@ -40,7 +38,7 @@ def read_splits(
                 f"--problem_type {settings.problem_type}: {source.key[0]} has one of two classes per text; give a "
                 "--dataset with such labels"
             )
-        return read_reviews(settings, source, scratch), ["negative", "positive"], []
+        return read_reviews(settings, scratch), ["negative", "positive"], []
     texts, labels = text_columns(settings, kind)
     if both := [column for column in labels if column in texts]:
         raise UserError(f"--text_column and --label_column name the same column, {both[0]!r}")
@@ -86,23 +84,6 @@ def join_texts(row: dict, columns: Sequence[str]) -> str:
     if not text:
         raise ValueError(f"no {' and no '.join(columns)}")
     return text
-
-
-def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[str, hf.Dataset]:
-    """Return the splits of the reviews, with the columns `text` and `label` (0 negative, 1 positive)."""
-    if source.key[0] == "imdb":
-        reviews, rows = source.read()
-        table = pa.Table.from_pandas(reviews, preserve_index=False).replace_schema_metadata()
-        mapped = write_batches(scratch / "imdb.arrow", table.schema, table.to_batches(1000))
-        del reviews, table
-        pa.default_memory_pool().release_unused()  # 150 MB; the mapped file replaces them
-        return {split: mapped.select(chosen) for split, chosen in zip(SPLITS, rows, strict=True)}
-    splits = {}
-    for number, (split, size) in enumerate(zip(SPLITS, SYNTHETIC_SIZES, strict=True)):
-        count = max(size, getattr(settings, f"{split}_samples") or 0)
-        texts, labels = synthetic_reviews(count, 3 * settings.split_seed + number)
-        splits[split] = hf.Dataset.from_dict({"text": texts, "label": labels})
-    return splits
 
 
 def check_column(columns: Collection[str], column: str, name: str) -> None:

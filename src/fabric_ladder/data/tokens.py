@@ -27,9 +27,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     with reachable(name, "tokenizer") as options:
         folder = Path(name)
         if folder.is_dir() and not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
-            raise OSError(
-                "no tokenizer.json and no vocabulary"
-            )  # for some models transformers would invent a tokenizer
+            raise OSError("no tokenizer.json and no vocabulary")  # transformers would invent one for some models
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer of {name} has no fast version: choose another --tokenizer")

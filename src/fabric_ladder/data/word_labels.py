@@ -30,7 +30,7 @@ from fabric_ladder.data.label_kind import (
     join,
     percent,
 )
-from fabric_ladder.data.label_lists import (
+from fabric_ladder.data.labels import (
     class_numbers,
     find_classes,
     label_texts,
@@ -66,11 +66,9 @@ class WordLabels(LabelKind):
         self.table = list(zip(firsts, numbers, strict=True))  # whether a label begins an entity, and its type
 
     def columns(self, settings: DataSettings) -> tuple[str, ...]:
-        """Return the column of the labels."""
         return ("ner_tags" if settings.label_column == "label" else settings.label_column,)
 
     def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
-        """Return the type of the labels, and a function that returns a row's labels or raises ValueError."""
         (column,) = self.columns(settings)
         feature = features.get(column)
         feature = getattr(feature, "feature", feature)  # of one label in each row
@@ -81,11 +79,6 @@ class WordLabels(LabelKind):
         return hf.List(hf.Value("string")), lambda row: label_texts(word_list(row, column), column)
 
     def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-        """Join the tables of each split, turn `label` into the numbers in `labels`, and set `names`.
-
-        Raises:
-            UserError: All training words have the same label, or other words have labels that the training words lack.
-        """
         splits = join(tables, self.columns(settings)[0])
         columns = self.columns(settings)
         values, self.names, self.notices = find_classes(splits["train"], *columns, several="", ignored=UNLABELLED)
@@ -118,11 +111,9 @@ class WordLabels(LabelKind):
         }
 
     def loss(self, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the words."""
         return cross_entropy(in_32_bit(logits.flatten(0, 1)[words]), labels)
 
     def correct(self, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> Tensor:
-        """Return the number of words whose label is predicted."""
         return count_right(logits.flatten(0, 1)[words], labels)
 
     def notes(self, split: hf.Dataset) -> list[str]:
@@ -150,7 +141,6 @@ class WordLabels(LabelKind):
         counts.update(torch.cat([ours, torch.zeros_like(both)]), torch.cat([both, theirs & ~both]))
 
     def describe(self, figures: Tensor) -> Described:
-        """Return the F1 scores of the entities."""
         entities = describe_f1(self.types, figures)
         lines = [f"Test entity F1 {percent(entities['micro_f1'])}", *class_lines(entities)]
         return Described({"entities": entities}, lines)

@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens, write_batches
 from fabric_ladder.data.instructions import FEATURES
+from fabric_ladder.data.reviews import REVIEWS
 from fabric_ladder.data.rows import SENTENCE, note_bad_samples, read_parts, reading, shown
-from fabric_ladder.data.sources import REVIEWS, SEPARATORS, Source, read_format
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.summary import ReadData
 from fabric_ladder.data.tables import check_column
+from fabric_ladder.data.text_sources import SEPARATORS, Source, read_format
 from fabric_ladder.data.tokens import NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.data.word_labels import WordLabels, word_list
 from fabric_ladder.errors import UserError

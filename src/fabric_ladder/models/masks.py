@@ -51,7 +51,8 @@ def declare_rows(positions: Tensor, longest: int) -> Iterator[None]:
     """
     global _rows
     before, _rows = _rows, (positions, longest)
-    search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _find_nothing
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
@@ -97,7 +98,3 @@ def make_mask(**options) -> Tensor | None:
         if options.get("allow_is_bidirectional_skip", False) and not hides:
             return None
     return sdpa_mask(**(options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
-
-
-def _find_nothing(position_ids: Tensor) -> None:
-    """Replace transformers' `find_packed_sequence_indices`."""

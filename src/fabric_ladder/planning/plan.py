@@ -8,7 +8,7 @@ import psutil
 from fabric_ladder.data.hub import find_shipped_config
 from fabric_ladder.data.images import read_image_format
 from fabric_ladder.data.load import tokenizer_name
-from fabric_ladder.data.sources import find_source
+from fabric_ladder.data.text_sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.environment import read_size
 from fabric_ladder.errors import UserError

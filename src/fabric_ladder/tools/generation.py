@@ -23,7 +23,7 @@ from fabric_ladder.data.instruction_rows import (
 )
 from fabric_ladder.data.instructions import encode_turns, plain_tokens, prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
-from fabric_ladder.data.sources import file_format
+from fabric_ladder.data.text_sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.activations import fuse_gelu

@@ -25,11 +25,11 @@ from fabric_ladder.data.image_files import list_images
 from fabric_ladder.data.images import WHITE, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_kind import class_lines
-from fabric_ladder.data.label_texts import WHOLE
+from fabric_ladder.data.labels import WHOLE
 from fabric_ladder.data.rows import Rows, find_columns, read_file, read_text
-from fabric_ladder.data.sources import SEPARATORS, file_stamp, read_format
 from fabric_ladder.data.splits import ImageFormat
 from fabric_ladder.data.tables import check_column, join_texts, text_columns
+from fabric_ladder.data.text_sources import SEPARATORS, file_stamp, read_format
 from fabric_ladder.data.tokens import load_tokenizer, tokenize_start
 from fabric_ladder.data.word_labels import UNLABELLED, word_list
 from fabric_ladder.data.words import place_words, word_columns

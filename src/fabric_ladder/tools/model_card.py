@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from fabric_ladder.comparing.table import markdown_table
 from fabric_ladder.data.instructions import prompt_templates
 from fabric_ladder.data.label_kind import MOST_CLASSES, percent
-from fabric_ladder.data.sources import file_format
+from fabric_ladder.data.text_sources import file_format
 from fabric_ladder.errors import read_outside, refused
 from fabric_ladder.runs.folder import UNNAMED
 from fabric_ladder.runs.intervals import wilson_interval

@@ -2,13 +2,11 @@
 
 import glob
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import pandas as pd
-
+from fabric_ladder.data.reviews import REVIEWS, review_key
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.options import check_files, find_data, find_file
 from fabric_ladder.settings import DataSettings
@@ -19,7 +17,6 @@ FILE_FORMATS[".arrow"] = "arrow"  # written by `save_to_disk` of `datasets`
 SAVED = ("dataset_dict.json", "state.json")  # only folders of `save_to_disk` have these files
 FACTS = ("config.json", "dataset_info.json", "dataset_infos.json")  # describe a data set
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-REVIEWS = ("imdb", "synthetic")  # data sets of negative and positive reviews
 # words of a path that name a split, between characters that are not letters: reviews_test.csv, but not testimonials.csv
 SPLIT_WORDS = {
     "train": "train(ing)?(set|data)?",
@@ -51,22 +48,16 @@ class Source(NamedTuple):
         key: Identifies the source in the cache: `imdb`, `synthetic`, `hub` or `files`, followed by details. `prepare`
             adds the commit of a name on the Hub, which needs the network.
         files: The files of each split, if the source is files.
-        read: Returns the reviews of IMDb (columns `text` and `label`) and the row numbers of each split.
         notices: Lines about files whose names are not those of splits.
     """
 
     key: list
     files: dict[str, list[Path]] | None = None
-    read: Callable[[], tuple[pd.DataFrame, list[np.ndarray]]] | None = None
     notices: tuple[str, ...] = ()
 
 
-def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
+def find_source(settings: DataSettings) -> Source:
     """Find the data set in the settings; the key of files has their paths, sizes and times of change.
-
-    Args:
-        settings: `dataset` and its options are used.
-        imdb: The reviews of IMDb; without them the source of IMDb cannot be read.
 
     Raises:
         UserError: The file or folder does not exist, or an option does not fit this kind of data set.
@@ -87,7 +78,7 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
             "as instruction, input and output: leave them out"
         )
     if name in REVIEWS:
-        return imdb if name == "imdb" and imdb else Source([name])
+        return Source(review_key(settings))
     if path is None:
         return Source(["hub", name])
     files, notices = _folder_files(path) if path.is_dir() else ({"train": [path]}, ())
