@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from fabric_ladder.planning.memory import MemoryPrediction, predict_memory
+from fabric_ladder.planning.run_memory import MemoryPrediction, predict_memory
 from fabric_ladder.techniques import adapter_inputs, lora, qlora
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.memory import ON_DEVICE
