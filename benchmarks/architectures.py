@@ -8,7 +8,6 @@ difference of two losses, or an error.
 
 import argparse
 import contextlib
-import csv
 import io
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import common  # first import: it makes the project importable
 import numpy as np
+import pandas as pd
 import tiny_models
 import torch
 import transformers
@@ -137,8 +137,7 @@ def run(rung: str, options: list[str], runs: Path, number: int) -> tuple[Record,
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         runpy.run_path(sys.argv[0], run_name="__main__")
     folder = runs / rung / str(number or len([*(runs / rung).iterdir()]))
-    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    losses = pd.read_csv(folder / "metrics.csv")["loss"].dropna().tolist()
     results = json.loads((folder / "run.json").read_text(encoding="utf-8"))["results"]
     record = losses, results["test_loss"], results["test_accuracy"]
     return record, bool(re.search("changes? the (results|losses)", printed.getvalue()))

@@ -304,11 +304,11 @@ def peak_of(run: Callable[[], object], inputs: list[Tensor], mode: FakeTensorMod
     return tracker.peak().total - tracker.peak().parameters
 
 
-def record_of(args: argparse.Namespace, sides: dict, peaks: dict[str, int]) -> dict:
+def record_of(args: argparse.Namespace, sides: dict, peaks: dict[str, int] | None = None) -> dict:
     """Time the sides, and return the sizes among the options with the figures."""
     shape = {name: value for name, value in vars(args).items() if isinstance(value, int)}
-    seconds = turns(sides, args.repeats) if args.repeats else {}
-    figures = {name: {"seconds": seconds.get(name), "peak_bytes": peak} for name, peak in peaks.items()}
+    seconds = turns(sides, args.repeats) if args.repeats else dict.fromkeys(sides)
+    figures = {name: {"seconds": seconds[name]} | ({"peak_bytes": peaks[name]} if peaks else {}) for name in sides}
     return {"shape": shape, "figures": figures}
 
 
@@ -362,7 +362,7 @@ def embeddings(args: argparse.Namespace) -> dict:
 def host_adam(args: argparse.Namespace) -> dict:
     """Compare a step of the optimizers for `--optimizer adam`, `adam-8bit` and `adam-4bit` in CPU memory."""
     torch.set_num_threads(1)
-    sides, figures = {}, {}
+    sides = {}
     for name in ("adam", "adam-8bit", "adam-4bit"):
         weight = nn.Parameter(torch.randn(args.weights // 1024, 1024).bfloat16())
         weight.grad = torch.randn_like(weight)
@@ -371,9 +371,10 @@ def host_adam(args: argparse.Namespace) -> dict:
         if name != "adam":
             kind, options = LowBitOptimizer().change_optimizer(kind, settings, nn.Module()), {}
         sides[name] = kind([weight], lr=1e-5, **options).step
-    for name, seconds in turns(sides, args.repeats).items():
-        figures[name] = {"seconds": seconds, "nanoseconds_per_weight": seconds / args.weights * 1e9}
-    return {"cpu": {"shape": {"weights": args.weights}, "figures": figures}}
+    record = record_of(args, sides)
+    for side in record["figures"].values():
+        side["nanoseconds_per_weight"] = side["seconds"] / args.weights * 1e9
+    return {"cpu": record}
 
 
 def in_32_bits(run: Callable[[], object]) -> None:
@@ -404,12 +405,12 @@ def bfloat16(args: argparse.Namespace) -> dict:
         rounded = {key: each.bfloat16() if each.is_floating_point() else each for key, each in inputs.items()}
         own = partial(one_pass, copy.deepcopy(model).bfloat16(), rounded)
         sides = {"32-bit": partial(one_pass, model, inputs), "PyTorch's bfloat16": own}
-        seconds = turns(sides | {"computed in 32 bits": partial(in_32_bits, own)}, args.repeats)
+        record = record_of(args, sides | {"computed in 32 bits": partial(in_32_bits, own)})
+        seconds = {side: figures["seconds"] for side, figures in record["figures"].items()}
         ratios = {side: value / seconds["computed in 32 bits"] for side, value in seconds.items()}
         passed = cpu_has_fast_bfloat16() or ratios["PyTorch's bfloat16"] >= 2
-        figures = {side: {"seconds": value} for side, value in seconds.items()}
         shape = {"rows": args.rows, "tokens": tokens}
-        parts[name] = {"shape": shape, "figures": figures, "ratios": ratios, "passed": passed}
+        parts[name] = record | {"shape": shape, "ratios": ratios, "passed": passed}
     return parts
 
 
