@@ -42,7 +42,7 @@ from fabric_ladder.errors import first_line
 from fabric_ladder.techniques.advice import explain
 from local_dataset_utilities import load_datasets
 
-OUT, PAGE = common.RESULTS / "architectures.json", common.ROOT / "docs" / "architectures.md"
+OUT = common.RESULTS / "architectures.json"
 TASKS = {  # mappings of transformers with their auto classes; files of data
     "text-classification": ({"SEQUENCE_CLASSIFICATION": "SequenceClassification"}, "texts.jsonl"),
     "token-classification": ({"TOKEN_CLASSIFICATION": "TokenClassification"}, "words.jsonl"),
@@ -363,10 +363,10 @@ def all_rows() -> list[tuple[str, str]]:
 # The page
 
 
-def filled(text: str) -> str:
-    """Return the page with the tables of the results."""
+def fill_page(check: bool = False) -> list[Path]:
+    """Write the tables of the results into docs/architectures.md; see `common.fill_pages`."""
     results, reasons = common.read_results(OUT), []
-    return common.fill(text, "architectures", lambda part: lines(part, results, reasons))
+    return common.fill_pages("architectures", lambda part: lines(part, results, reasons), check)
 
 
 def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
@@ -415,7 +415,7 @@ def main() -> None:
     if not part:
         for task, cells in found.items():
             common.write_result(OUT, task, common.environment(torch.device("cpu")) | {"rows": cells})
-        common.rewrite(PAGE, filled)
+        fill_page()
 
 
 if __name__ == "__main__":

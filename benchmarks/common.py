@@ -256,11 +256,6 @@ def print_table(header: list[str], rows: list[list]) -> None:
 # Tables in the documents
 
 
-def pages() -> list[Path]:
-    """Return the README and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, or none without rows. The first column is aligned left."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
@@ -289,12 +284,17 @@ def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
     return block.sub(lambda found: "\n".join([found[1], *make(found[2]), found[3]]), text)
 
 
-def rewrite(page: Path, change: Callable[[str], str]) -> None:
-    """Write a page if `change` changes its text, and report the change on stderr."""
-    before = page.read_text(encoding="utf-8")
-    if (after := change(before)) != before:
-        write_whole(page, after)
-        print(f"filled {page.relative_to(ROOT)}", file=sys.stderr)
+def fill_pages(kind: str, make: Callable[[str], list[str]], check: bool = False) -> list[Path]:
+    """Fill the tables of a kind in all pages, and return the pages that change; `check`: write nothing."""
+    changed = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        before = page.read_text(encoding="utf-8")
+        if (after := fill(before, kind, make)) != before:
+            changed.append(page)
+            if not check:
+                write_whole(page, after)
+                print(f"filled {page.relative_to(ROOT)}", file=sys.stderr)
+    return changed
 
 
 # Sides that take turns

@@ -496,10 +496,10 @@ def tables(content: dict) -> dict[str, list[str]]:
     return {"status": [status_of(content)], "summary": summary, "machine": overhead} | made
 
 
-def fill_pages(path: Path) -> None:
-    """Fill the blocks of all pages that are named after the file, such as `<!-- gpu:memory -->` for gpu.json.
+def fill_pages(path: Path, check: bool = False) -> list[Path]:
+    """Fill the tables named after the file, e.g. `<!-- gpu:memory -->` for gpu.json; see `common.fill_pages`.
 
-    A block without figures says "not measured". A rehearsal is refused.
+    A table without figures says "not measured". A rehearsal is refused.
     """
     blocks = {"status": ["Not measured on a GPU yet."]}
     if path != OUT or path.exists():
@@ -507,9 +507,7 @@ def fill_pages(path: Path) -> None:
         if content["machine"]["rehearsal"]:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
-    change = partial(common.fill, kind=path.stem, make=lambda name: blocks.get(name) or ["Not measured yet."])
-    for page in common.pages():
-        common.rewrite(page, change)
+    return common.fill_pages(path.stem, lambda name: blocks.get(name) or ["Not measured yet."], check)
 
 
 def parse() -> argparse.Namespace:

@@ -46,7 +46,6 @@ from fabric_ladder.techniques.memory import ON_DEVICE
 
 HERE = common.ROOT / "benchmarks"
 OUT = common.RESULTS / "published.json"
-PAGE = common.ROOT / "docs" / "published_peaks.md"
 UNITS = {"GB": 10**9, "GiB": 2**30}
 NUMBERS = ("length", "micro_batch_size", "gpus", "classes")  # arguments of predict_memory that are no settings
 GROUPS = {  # part of the options -> technique; the first that fits
@@ -172,10 +171,10 @@ def table(name: str, result: dict) -> list[str]:
     return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
-def filled(text: str) -> str:
-    """Return the page's text with the tables of the stored results."""
+def fill_page(check: bool = False) -> list[Path]:
+    """Write the tables of the stored results into docs/published_peaks.md; see `common.fill_pages`."""
     result = common.read_results(OUT)["published"]
-    return common.fill(text, "published", lambda name: table(name, result))
+    return common.fill_pages("published", lambda name: table(name, result), check)
 
 
 def main() -> None:
@@ -186,7 +185,7 @@ def main() -> None:
     parser.add_argument("--fill", action="store_true", help="only write the tables of docs/published_peaks.md")
     args = parser.parse_args()
     if args.fill:
-        common.rewrite(PAGE, filled)
+        fill_page()
         return
     if args.json:
         common.check_storable(args.json)
