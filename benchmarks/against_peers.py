@@ -12,12 +12,10 @@ Parts:
                initial weights, but the blog's recipe draws its own order of the reviews. A run takes about 20 minutes.
                Stored runs are not repeated. This part runs only when named.
 
-The sides of `minilm` and `bloom` are the peers of peers.py and the ladder: an unchanged script of src/ with at most one
-more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews, precision, Adam,
-number of optimizer steps and threads. They take turns in fresh processes, and the median of the repeats counts.
-Sides that differ in weights, tokens, steps or threads are refused, and so is a test loss other than the bare loop's.
-Trainer and accelerate draw their own batches and pad them to their longest; the ladder sorts within its effective
-batch. transformers has only eager attention for BLOOM, so only the ladder and the bare loop have another.
+The sides of `minilm` and `bloom` are the peers of peers.py and the ladder: an unchanged script of src/, see `LADDER`.
+They take turns in fresh processes, and the median of the repeats counts. Sides that differ in weights, tokens, steps or
+threads are refused, and so is a test loss other than the bare loop's. transformers has only eager attention for BLOOM,
+so only the ladder and the bare loop have another.
 
 A part's name in the results file ends with the CPU's vectors unless they are AVX-512.
 

@@ -8,7 +8,6 @@ difference of two losses, or an error.
 
 import argparse
 import contextlib
-import csv
 import io
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import common  # first import: it makes the project importable
 import numpy as np
+import pandas as pd
 import tiny_models
 import torch
 import transformers
@@ -42,7 +42,7 @@ from fabric_ladder.errors import first_line
 from fabric_ladder.techniques.advice import explain
 from local_dataset_utilities import load_datasets
 
-OUT, PAGE = common.RESULTS / "architectures.json", common.ROOT / "docs" / "architectures.md"
+OUT = common.RESULTS / "architectures.json"
 TASKS = {  # mappings of transformers with their auto classes; files of data
     "text-classification": ({"SEQUENCE_CLASSIFICATION": "SequenceClassification"}, "texts.jsonl"),
     "token-classification": ({"TOKEN_CLASSIFICATION": "TokenClassification"}, "words.jsonl"),
@@ -137,8 +137,7 @@ def run(rung: str, options: list[str], runs: Path, number: int) -> tuple[Record,
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         runpy.run_path(sys.argv[0], run_name="__main__")
     folder = runs / rung / str(number or len([*(runs / rung).iterdir()]))
-    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    losses = pd.read_csv(folder / "metrics.csv")["loss"].dropna().tolist()
     results = json.loads((folder / "run.json").read_text(encoding="utf-8"))["results"]
     record = losses, results["test_loss"], results["test_accuracy"]
     return record, bool(re.search("changes? the (results|losses)", printed.getvalue()))
@@ -364,10 +363,10 @@ def all_rows() -> list[tuple[str, str]]:
 # The page
 
 
-def filled(text: str) -> str:
-    """Return the page with the tables of the results."""
+def fill_page(check: bool = False) -> list[Path]:
+    """Write the tables of the results into docs/architectures.md; see `common.fill_pages`."""
     results, reasons = common.read_results(OUT), []
-    return common.fill(text, "architectures", lambda part: lines(part, results, reasons))
+    return common.fill_pages("architectures", lambda part: lines(part, results, reasons), check)
 
 
 def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
@@ -416,7 +415,7 @@ def main() -> None:
     if not part:
         for task, cells in found.items():
             common.write_result(OUT, task, common.environment(torch.device("cpu")) | {"rows": cells})
-        common.rewrite(PAGE, filled)
+        fill_page()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Shared code of the benchmarks: reviews, child processes, sides that take turns, tables and result files."""
 
 import argparse
-import csv
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from pathlib import Path
 from time import strftime
 
@@ -105,15 +103,14 @@ def draw_reviews(model: str, reviews: int, folder: Path, precision: str) -> tupl
 
 def run_recorded(
     script: str, options: list[str], threads: int | None = None, limit: float | None = None
-) -> tuple[dict, list[dict]]:
-    """Run an unchanged rung in its own process; return its run.json and the rows of its metrics.csv."""
+) -> tuple[dict, pd.DataFrame]:
+    """Run an unchanged rung in its own process; return its run.json and its metrics.csv."""
     with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
         run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads, limit)
         folder = Path(runs) / script / "1"
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         check_commit(record)
-        with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-            return record, list(csv.DictReader(file))
+        return record, pd.read_csv(folder / "metrics.csv")
 
 
 def check_commit(record: dict, remedy: str = "") -> None:
@@ -130,23 +127,23 @@ def run_rung(script: str, options: list[str], threads: int | None = None, limit:
     """
     record, rows = run_recorded(script, options, threads, limit)
     results, settings = record["results"], record["settings"]
-    printed, epochs = ([row for row in rows if row[name]] for name in ("loss", "validation_loss"))
-    last, epoch = printed[-1], epochs[-1]
-    late = [(int(row["samples"]) - int(before["samples"]), float(row["samples_per_second"]))
-            for before, row in pairwise([{"samples": 0}, *printed])][len(printed) // 2 :]  # fmt: skip
-    validating = float(epoch["seconds"]) - float(last["seconds"])
+    printed, epochs = rows.dropna(subset="loss"), rows.dropna(subset="validation_loss")
+    counts = printed["samples"].diff().fillna(printed["samples"])
+    late = slice(len(printed) // 2, None)
+    late_seconds = (counts / printed["samples_per_second"]).iloc[late].sum()
+    validating = epochs["seconds"].iloc[-1] - printed["seconds"].iloc[-1]
     seconds = results["elapsed_seconds"] - validating
     tokens = round(results["tokens_per_second"] * results["training_seconds"])
     figures = {name: results[name] for name in FIGURES} | {
         "training_seconds": seconds,
         "samples_per_second": results["samples_per_second"] * results["training_seconds"] / seconds,
         "tokens_per_second": tokens / seconds,
-        "late_samples_per_second": sum(count for count, _ in late) / sum(count / rate for count, rate in late),
+        "late_samples_per_second": counts.iloc[late].sum() / late_seconds,
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "evaluation_seconds": validating,
         "compile_seconds": 0.0,
         "tokens": tokens,
-        "updates": int(rows[-1]["step"]),
+        "updates": int(rows["step"].iloc[-1]),
         "threads": record["hardware"]["threads"],
         **{name: settings[name] for name in PRECISIONS},
     }
@@ -259,11 +256,6 @@ def print_table(header: list[str], rows: list[list]) -> None:
 # Tables in the documents
 
 
-def pages() -> list[Path]:
-    """Return the README and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, or none without rows. The first column is aligned left."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
@@ -292,12 +284,17 @@ def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
     return block.sub(lambda found: "\n".join([found[1], *make(found[2]), found[3]]), text)
 
 
-def rewrite(page: Path, change: Callable[[str], str]) -> None:
-    """Write a page if `change` changes its text, and report the change on stderr."""
-    before = page.read_text(encoding="utf-8")
-    if (after := change(before)) != before:
-        write_whole(page, after)
-        print(f"filled {page.relative_to(ROOT)}", file=sys.stderr)
+def fill_pages(kind: str, make: Callable[[str], list[str]], check: bool = False) -> list[Path]:
+    """Fill the tables of a kind in all pages, and return the pages that change; `check`: write nothing."""
+    changed = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        before = page.read_text(encoding="utf-8")
+        if (after := fill(before, kind, make)) != before:
+            changed.append(page)
+            if not check:
+                write_whole(page, after)
+                print(f"filled {page.relative_to(ROOT)}", file=sys.stderr)
+    return changed
 
 
 # Sides that take turns

@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import common  # first import: it makes the project importable
-import torch
 from common import MINILM, model_options
 from filelock import FileLock
 from forking import run_together, start_forks
 
-from fabric_ladder.environment import describe_hardware, write_whole
+from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.techniques.advice import explain_errors
@@ -142,12 +141,6 @@ def device(hardware: dict) -> str:
     return hardware.get("gpu", "CPU").removeprefix("NVIDIA ")
 
 
-def kind(hardware: dict) -> str:
-    """Return the device, and the vectors of a CPU: with others bfloat16 is computed in another way."""
-    vectors = f" with {hardware['vectors']}" if "vectors" in hardware else ""  # older records lack them
-    return hardware.get("gpu") or f"a CPU{vectors}"
-
-
 def impersonal(text: str, settings: dict) -> str:
     """Replace the folders of this machine in a run's file by names."""
     folders = {settings["data_dir"]: "$FABRIC_LADDER_DATA", settings["cache_dir"]: "$CACHE"}
@@ -180,13 +173,8 @@ def make(wanted: Wanted, own: float) -> None:
     home = WORK / wanted.set / wanted.rung.stem / f"{rate:g}-{wanted.seed}"
     home.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{home}.lock"):  # another command may make the same run
-        stored = kept(wanted.set, wanted.rung.stem).get(rate, {})
-        if wanted.seed in stored:
+        if wanted.seed in kept(wanted.set, wanted.rung.stem).get(rate, {}):
             return
-        here = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        known = {kind(record["hardware"]) for record in stored.values()}
-        if others := known - {kind(here), "a CPU"}:
-            raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
         print(name, flush=True)
         train(wanted, home, name, RUNS / wanted.set / wanted.rung.stem / f"{rate:g}" / str(wanted.seed))
 

@@ -13,7 +13,7 @@ import json
 import math
 import shlex
 import sys
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import FIGURES, read_sources
+from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import without_options
 from fabric_ladder.planning.candidates import NAMED, read_settings
@@ -265,11 +266,15 @@ def speeds() -> dict:
     return {"of": f"BLOOM-560m on {gpu}", "gpu": gpu, "samples_per_second": found, "settings": settings}
 
 
-def filled(page: Path, text: str) -> str:
-    """Return a page's text with its tables, or the planner's measured figures, as they should be."""
-    if page == FILE:
-        return json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
-    return common.fill(text, "runs", lambda name: BLOCKS[name]())
+def fill_pages(check: bool = False) -> list[Path]:
+    """Write the tables and the planner's measured figures; return the changed files. `check`: write nothing."""
+    changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check)
+    measured = json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
+    if FILE.read_text(encoding="utf-8") == measured:
+        return changed
+    if not check:
+        write_whole(FILE, measured)
+    return [*changed, FILE]
 
 
 def draw() -> Figure:
@@ -290,17 +295,14 @@ def main() -> int:
     """Write, or with `--check` compare; return the exit status."""
     parser = common.new_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
-    pages = [*common.pages(), FILE]
-    if parser.parse_args().check:
-        texts = {page: page.read_text(encoding="utf-8") for page in pages}
-        stale = [page.relative_to(common.ROOT) for page, text in texts.items() if filled(page, text) != text]
-        for page in stale:
-            print(f"{page} is stale: run python benchmarks/evidence_tables.py")
-        return int(bool(stale))
-    for page in pages:
-        common.rewrite(page, partial(filled, page))
-    draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
-    return 0
+    check = parser.parse_args().check
+    changed = fill_pages(check)
+    if not check:
+        draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
+        return 0
+    for page in changed:
+        print(f"{page.relative_to(common.ROOT)} is stale: run python benchmarks/evidence_tables.py")
+    return int(bool(changed))
 
 
 if __name__ == "__main__":

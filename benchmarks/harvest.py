@@ -130,21 +130,15 @@ def peak_flops(gpu: Gpu, precision: str, matmul_precision: str) -> float:
     return (tensor_cores[matmul_precision] if gpu.capability >= (8, 0) else gpu.plain) * 1e12
 
 
-def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
-    """Return the FLOPs of training once on sequences of given lengths; see the formula above."""
-    lengths = lengths.astype(float)
-    without_embedding = parameters - config["vocab_size"] * config["hidden_size"]
-    attention = 12 * config["n_layer"] * config["hidden_size"] * (lengths**2).sum()
-    return 6 * without_embedding * lengths.sum() + attention
-
-
 def add_rates(figures: dict, config: dict, lengths: np.ndarray, gpu: Gpu | None, gpus: int = 1) -> dict:
     """Return a training's figures with its MFU, if the GPU is known and all weights are trained; refuse other texts."""
     if figures["tokens"] != lengths.sum():
         raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
     if not gpu or figures.get("trainable_parameters", figures["parameters"]) < figures["parameters"]:
         return figures
-    flops = training_flops(figures["parameters"], config, lengths) / len(lengths)
+    without_embedding = figures["parameters"] - config["vocab_size"] * config["hidden_size"]
+    attention = 12 * config["n_layer"] * config["hidden_size"] * (lengths.astype(float) ** 2).mean()
+    flops = 6 * without_embedding * lengths.mean() + attention  # of a mean sample, by the formula above
     peak = peak_flops(gpu, figures["precision"], figures["matmul_precision"])
     return figures | {"mfu": flops * figures["samples_per_second"] / (gpus * peak)}
 
@@ -182,13 +176,15 @@ def entries_of(job: Job) -> list[Entry]:
     precisions = ["16-mixed", "32-true"] if emulates else ["bf16-mixed", "bf16-true", "32-true"]
     for precision in ["32-true"] if job.rehearse else precisions:
         options = [*job.options, "--batch_size", "16", "--precision", precision]
-        found.append(training(job, f"blog, {precision}", peer_command("blog", options)))
-        found.append(training(job, f"Trainer, {precision}", peer_command("trainer", options, *TRAINER)))
+        sides = {f"blog, {precision}": ("blog",), f"Trainer, {precision}": ("trainer", *TRAINER)}
         if precision.endswith("mixed"):
-            found.append(
-                training(job, f"Trainer, {precision}, compiled", peer_command("trainer", options, *TRAINER, "compile"))
-            )
-    found += [profiled(job), *memory(job), *claims(job)]
+            sides[f"Trainer, {precision}, compiled"] = ("trainer", *TRAINER, "compile")
+        for name, (side, *switches) in sides.items():
+            found.append(training(job, name, peer_command(side, options, *switches)))
+    samples = f"--train_samples {32 if job.rehearse else 160} --validation_samples 1".split()
+    profiled = ["profile-rung", "--script", "5_low_precision", *job.options, *samples]
+    found.append(command_entry("profile", [OPERATIONS, *profiled, "--runs_dir", str(job.folder / "profiled")]))
+    found += [*memory(job), *claims(job)]
     for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
         if rung == "9_ddp" or not job.rehearse:
             command = rung_command(job.options, rung, "--devices", str(job.gpus))
@@ -246,7 +242,7 @@ def losses(job: Job, rung: str, limit: float) -> dict:
     found = []
     for device in (job.device, "cpu"):
         record, rows = common.run_recorded(rung, [*options, "--accelerator", device], limit=limit)
-        found.append([float(row["loss"]) for row in rows if row["loss"]])
+        found.append(rows["loss"].dropna().tolist())
     gaps = [abs(mine - its) for mine, its in zip(*found, strict=True)]
     precision = record["settings"]["precision"]
     initial_weights_differ = rung == "8_init_on_device"  # they are drawn on the device
@@ -291,9 +287,8 @@ def claims(job: Job) -> list[Entry]:
         folder, name = job.folder / model, "qwen3-tiny" if job.rehearse else model.removesuffix(", wide")
         if not (folder / "config.json").exists():
             values = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
-            (job.folder / "config.json").write_text(
-                json.dumps(values | (WIDE if model.endswith(", wide") and not job.rehearse else {}))
-            )
+            values |= WIDE if model.endswith(", wide") and not job.rehearse else {}
+            (job.folder / "config.json").write_text(json.dumps(values))
             common.run_command([OPERATIONS, "random-weights", str(job.folder / "config.json"), str(folder)])
         command = [*command, "--model", str(folder)]
         return {"command": common.shown(command)} | common.run_command(command, limit=limit)
@@ -308,14 +303,6 @@ def claims(job: Job) -> list[Entry]:
     check = [OPERATIONS, "streamed", *BASE, *rung, *shared]
     found.insert(3, Entry("streamed gradients", partial(run, "llama-3.1-8b, wide", check), 60))
     return found
-
-
-def profiled(job: Job) -> Entry:
-    """Return the profile of a few steps of rung 5."""
-    samples = f"--train_samples {32 if job.rehearse else 160} --validation_samples 1"
-    runs = ["--runs_dir", str(job.folder / "profiled")]
-    command = [OPERATIONS, "profile-rung", "--script", "5_low_precision", *job.options, *samples.split(), *runs]
-    return command_entry("profile", command)
 
 
 # The file
@@ -391,11 +378,6 @@ def measure(entry: Entry, end: float) -> tuple[dict, str]:
     except (RuntimeError, LookupError, ValueError, TypeError) as error:
         record["failed"] = f"{type(error).__name__}: {error}"
     return record | {"seconds": round(monotonic() - start, 1)}, ""
-
-
-def count_together(gpu_bytes: int) -> int:
-    """Return how many small entries share a machine: 4 CPU cores and 25 GB of GPU memory for each."""
-    return max(1, min((os.cpu_count() or 1) // 4, int(gpu_bytes // 25e9)))
 
 
 def read_harvest(path: Path) -> dict:
@@ -503,21 +485,21 @@ def tables(content: dict) -> dict[str, list[str]]:
     summary = [f"Reviews/s of BLOOM-560m in mixed precision {conditions}: {', '.join(rates)}; "
                "[conditions](docs/gpu.md#speed)."] if rates else []  # fmt: skip
     overhead = []
-    if ceilings := figures.get("ceilings"):
-        copied, computed = ceilings["copy_bytes_per_second"] / 1e9, ceilings["product_flops"] / 1e12
-        overhead.append(f"- this GPU: a copy {copied:,.0f} GB/s, a product of two matrices {computed:,.0f} TFLOP/s")
+    if "ceilings" in figures:
+        copied, computed = figures["ceilings"]["copy_bytes_per_second"], figures["ceilings"]["product_flops"]
+        products = f"a product of two matrices {computed / 1e12:,.0f} TFLOP/s"
+        overhead.append(f"- this GPU: a copy {copied / 1e9:,.0f} GB/s, {products}")
     for which, each in figures.get("calibration", {}).items():
-        context, workspace = each["context"] / 1e9, each["workspace"] / 1e9
-        sizes = f"CUDA context {context:.2f} GB, cuBLAS workspace {workspace:.2f} GB"
+        sizes = f"CUDA context {each['context'] / 1e9:.2f} GB, cuBLAS workspace {each['workspace'] / 1e9:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
     made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
     return {"status": [status_of(content)], "summary": summary, "machine": overhead} | made
 
 
-def fill_pages(path: Path) -> None:
-    """Fill the blocks of all pages that are named after the file, such as `<!-- gpu:memory -->` for gpu.json.
+def fill_pages(path: Path, check: bool = False) -> list[Path]:
+    """Fill the tables named after the file, e.g. `<!-- gpu:memory -->` for gpu.json; see `common.fill_pages`.
 
-    A block without figures says "not measured". A rehearsal is refused.
+    A table without figures says "not measured". A rehearsal is refused.
     """
     blocks = {"status": ["Not measured on a GPU yet."]}
     if path != OUT or path.exists():
@@ -525,9 +507,7 @@ def fill_pages(path: Path) -> None:
         if content["machine"]["rehearsal"]:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
-    change = partial(common.fill, kind=path.stem, make=lambda name: blocks.get(name) or ["Not measured yet."])
-    for page in common.pages():
-        common.rewrite(page, change)
+    return common.fill_pages(path.stem, lambda name: blocks.get(name) or ["Not measured yet."], check)
 
 
 def parse() -> argparse.Namespace:
@@ -577,7 +557,8 @@ def main() -> int:
         if not chosen:
             raise UserError(f'no entry matches {" ".join(args.only)}; "memory: *" matches all peaks of memory')
         content = {"machine": machine} | content | {"machine": machine}
-        together = count_together(machine["hardware"].get("gpu_memory", 0))
+        # 4 CPU cores and 25 GB of GPU memory for each of the entries that run at the same time
+        together = max(1, min((os.cpu_count() or 1) // 4, int(machine["hardware"].get("gpu_memory", 0) // 25e9)))
         status = run_all(chosen, content, args.out, end, together, args.again)
     if not args.rehearse:
         for name in ("machine", "checks", "memory", "speeds"):

@@ -8,6 +8,7 @@ of 1,024 tokens, up to the 131,072 positions of the model.
 """
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,6 @@ from fabric_ladder.settings import show
 
 MODEL = str(common.MODELS / "llama-3.1-8b.json")
 STEP = 1024  # tokens
-FIRST = 16  # steps of the first guess
 OPTIONS = ["--model", MODEL, "--task", "instruction-tuning", "--batch_size", "1", "--micro_batch_size", "1"]
 OPTIONS += [*CHECKPOINTING, "--lora_targets", "attention"]
 WAYS = {
@@ -53,24 +53,6 @@ def memory_of(rung: str, options: list[str], most: int) -> Iterator[Callable[[in
         yield memory
 
 
-def longest(memory: Callable[[int], int], room: int, most: int) -> int:
-    """Return the largest number of steps, up to `most`, whose memory is at most `room`; 0 if one step is too long.
-
-    The line through the last two lengths leads to the next one, between those that are known to fit and to fail.
-    """
-    if memory(1) > room:
-        return 0
-    fits, fails = 1, most + 1
-    one, other = 1, FIRST
-    while fails - fits > 1:
-        growth = (memory(other) - memory(one)) / (other - one) or 1  # 0 where the optimizer step is the peak
-        steps = min(max(one + int((room - memory(one)) / growth), fits + 1), fails - 1)
-        fits, fails = (steps, fails) if memory(steps) <= room else (fits, steps)
-        if steps != other:
-            one, other = other, steps
-    return fits
-
-
 def main() -> None:
     """Search, print, write the results."""
     parser = common.new_parser(__doc__, common.RESULTS / "longest_text.json")
@@ -84,7 +66,9 @@ def main() -> None:
         for offload, tile in product((False, True), (None, args.tile)):
             more = ["--activation_offload", show(offload), "--mlp_tile", show(tile)]
             with memory_of(rung, more, most) as memory:
-                found = {f"{size} GB": STEP * longest(memory, round(size * 1e9), most) for size in args.sizes}
+                found = {  # memory grows with the length, so the longest text that fits is found by halving
+                    f"{size} GB": STEP * bisect_right(range(1, most + 1), size * 1e9, key=memory) for size in args.sizes
+                }
             rows.append({"way": way, "rung": rung, "activation_offload": offload, "mlp_tile": tile} | found)
     common.print_table([*rows[0]], [[*row.values()] for row in rows])
     common.write_result(args.out, "llama-3.1-8b", {"step": STEP, "most": most * STEP, "rows": rows})

@@ -10,7 +10,8 @@ here. All samples have full length: texts of 1,024 tokens (BLOOM-7b1: 512) unles
 are the peak of training and validation in GB (10^9 bytes). FSDP and DeepSpeed run on one GPU unless named. The memory
 of DeepSpeed and of 4-bit weights is predicted by formula. `torch.compile` is left out: it keeps at most as much.
 
-`target` is the figure that a post prints for the same technique, batch and length (docs/from_the_posts.md).
+`memory_ladder.csv` lists the rungs and options of each model, and the GPUs that FSDP shards over. `target_gb` is the
+figure that a post prints for the same technique, batch and length (docs/from_the_posts.md).
 """
 
 import csv
@@ -25,27 +26,21 @@ import common  # first import: it makes the project importable
 import numpy as np
 from PIL import Image
 
-from fabric_ladder.ladder import CHECKPOINTING, ON_HOST
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
 
 OUT = common.RESULTS / "memory_ladder.json"
+ROWS = common.ROOT / "benchmarks" / "memory_ladder.csv"
 CONFIGS = common.ROOT / "configs"
 TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; tokens of an image
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
-SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
-FURTHER = ("16_bf16_that_learns", "17_step_in_backward", "18_low_bit_optimizer", "19_optimizer_offload")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
           "target", "highest in"]  # fmt: skip
-CHECKPOINTED, PARKED = " ".join(CHECKPOINTING), " ".join(ON_HOST)
-IN_8_BITS, IN_4_BITS = "--optimizer adam-8bit", "--optimizer adam-4bit"
-WHOLE = ("2_grad_accum", "5_low_precision")
-RECOMPUTING = ("7_grad_checkpointing", "20_activation_offload", "21_selective_checkpointing")
 
 
 class Entry(NamedTuple):
-    """A rung, its options as on a command line, the target in GB, and the number of GPUs that FSDP shards over."""
+    """A row of `memory_ladder.csv`; the options are those of a command line."""
 
     rung: str
     options: str = ""
@@ -58,107 +53,17 @@ class Entry(NamedTuple):
         return f"{self.rung} {self.options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
 
 
-DOWNWARDS = [  # one more technique in each row
-    Entry("1_batch_size_1"),
-    Entry("4_mixed_precision", "--batch_size 1"),
-    Entry("16_bf16_that_learns", "--batch_size 1"),
-    Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),
-    Entry("18_low_bit_optimizer", f"--batch_size 1 {CHECKPOINTED}"),
-    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS}"),
-    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
-    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_4_BITS}"),
-]
-ADAPTED = Entry("14_qlora", CHECKPOINTED)
-ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
-TWELVE = "--batch_size 12 --micro_batch_size 12 --max_length 512"
-SHARDED_WHOLE = f"--batch_size 256 --micro_batch_size 64 --precision 32-true {CHECKPOINTED}"
-ALPACA = "--batch_size 128 --micro_batch_size 1 --max_length 1304 --lora_targets"  # its longest sample
-ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
-ZERO_LADDER = [f"{stage} {CHECKPOINTED}" for stage in ("--deepspeed zero1", *ZERO)]
-ENTRIES = {
-    "bloom-560m": [
-        *(Entry(rung) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile", "4_mixed_precision")),
-        Entry("4_mixed_precision", "--precision 16-mixed"),
-        *(Entry(rung) for rung in ("5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device")),
-        Entry("6_lean_optimizer", CHECKPOINTED),
-        *(Entry(rung) for rung in SHARDED),
-        *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
-        Entry("11_fsdp_cpu_offload", ALL),
-        *(
-            Entry(rung, more)
-            for rung in ("13_lora", "14_qlora", "24_streamed_layers")
-            for more in ("", CHECKPOINTED, "--lora_targets attention")
-        ),
-        *(Entry(rung, gpus=4) for rung in ("9_ddp", *SHARDED)),
-        Entry("9_ddp", CHECKPOINTED, gpus=4),
-        *(Entry("12_deepspeed_zero", options, gpus=4) for options in ZERO_LADDER),
-        *(Entry(rung) for rung in (*FURTHER, *RECOMPUTING[1:])),
-        Entry("18_low_bit_optimizer", IN_4_BITS),
-        Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),
-        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
-        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
-        Entry("22_float8"),
-        Entry("23_tiled_mlp"),
-        *(Entry("25_block_by_block", more) for more in ("", CHECKPOINTED)),
-        Entry("26_stateless"),
-        Entry("26_stateless", f"--batch_size 1 {CHECKPOINTED} --step_in_backward true --micro_batch_tokens null"),
-        Entry("27_cuda_graphs"),
-        *(Entry(rung, f"--train_blocks last:{count}") for rung in WHOLE for count in (12, 4)),
-        *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
-        *(Entry(rung, "--attention eager") for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
-    ],
-    "bloom-7b1": [
-        Entry("13_lora", f"--batch_size {size} --micro_batch_size {size} --loss_chunk {chunk} {more}".strip())
-        for more in ("", CHECKPOINTED)
-        for chunk in (256, 1_000_000)
-        for size in (1, 4)
-    ],
-    "qwen3-8b": [*DOWNWARDS, ADAPTED, Entry("25_block_by_block", f"--batch_size 1 {CHECKPOINTED}")],
-    "llama-3.1-8b": [*DOWNWARDS, ADAPTED],
-    "vit-large-16": [
-        Entry("2_grad_accum", "--micro_batch_size 64", 26.84),
-        Entry("3_torch_compile", "--micro_batch_size 64"),
-        Entry("4_mixed_precision", "--micro_batch_size 64", 18.21),
-        Entry("4_mixed_precision", "--micro_batch_size 64 --precision 16-mixed", 18.21),
-        Entry("5_low_precision", "--micro_batch_size 64", 13.82),
-        Entry("5_low_precision", "--micro_batch_size 16", 5.69),
-        Entry("5_low_precision", "--micro_batch_size 4", 3.91),
-        Entry("6_lean_optimizer", "--micro_batch_size 16"),
-        Entry("6_lean_optimizer", f"--micro_batch_size 16 {CHECKPOINTED}"),
-        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 16 {ALL}"),
-        *(Entry("12_deepspeed_zero", f"--micro_batch_size 16 {stage}") for stage in ZERO),
-        Entry("22_float8", "--micro_batch_size 64"),
-        Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}"),
-        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}"),
-        *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
-        *(Entry(rung, SHARDED_WHOLE, target, 4) for rung, target in zip(SHARDED, (6.59, 6.03), strict=True)),
-        *(Entry(rung, "--micro_batch_size 16") for rung in RECOMPUTING),
-        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd"),
-        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd --kahan_summation false"),
-    ],
-    "vit-base-16": [
-        Entry("2_grad_accum", "--batch_size 16 --micro_batch_size 16", 3.71),
-        Entry("4_mixed_precision", "--batch_size 16 --micro_batch_size 16", 3.04),
-        Entry("9_ddp", "--batch_size 64 --micro_batch_size 16", 4.09, 4),
-        Entry("10_fsdp", "--batch_size 64 --micro_batch_size 16", 2.83, 4),
-    ],
-    "distilbert-base-uncased": [
-        Entry("2_grad_accum", f"{TWELVE} --attention eager --precision 64-true", 10.42),
-        Entry("2_grad_accum", f"{TWELVE} --attention eager", 5.37),
-        Entry("4_mixed_precision", f"{TWELVE} --attention eager", 4.46),
-        Entry("12_deepspeed_zero", f"{TWELVE} --attention eager --batch_size 48 --deepspeed zero2", 3.99, 4),
-        Entry("5_low_precision", f"{TWELVE} --attention eager", 2.87),
-        *(Entry(rung, TWELVE) for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
-    ],
-    "llama-2-7b": [
-        Entry("13_lora", f"{ALPACA} q_proj,v_proj", 21.33),
-        Entry("14_qlora", f"{ALPACA} q_proj,v_proj", 14.18),
-        Entry("14_qlora", f"{ALPACA} q_proj,v_proj --optimizer sgd", 14.15),
-        Entry("14_qlora", f"{ALPACA} all-linear", 16.62),
-        Entry("14_qlora", f"{ALPACA} all-linear --lora_dropout 0"),
-        Entry("13_lora", "--batch_size 128 --micro_batch_size 4 --max_length 256 --lora_targets q_proj,v_proj", 21),
-    ],
-}
+def read_entries() -> dict[str, list[Entry]]:
+    """Return the entries of each model, in the order of the file."""
+    found: dict[str, list[Entry]] = {}
+    with open(ROWS, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            target = float(row["target_gb"]) if row["target_gb"] else None
+            found.setdefault(row["model"], []).append(Entry(row["rung"], row["options"], target, int(row["gpus"])))
+    return found
+
+
+ENTRIES = read_entries()
 
 
 def options_of(model: str) -> list[str]:

@@ -1,28 +1,7 @@
 """Measure single operations: attention, streamed layers, optimizers, loss, embedding gradients.
 
-    python benchmarks/operations.py COMMAND [options]        COMMAND --help lists the options
-
-Commands:
-    ceilings        The rates of this device: a copy, and a product of 16-bit matrices.
-    attention       The kernel that PyTorch chooses for each head width and dtype, and the seconds of every kernel,
-                    forward and backward. The heads of BLOOM's fused attention (techniques/fused_attention.py) are 8
-                    wider than a power of two.
-    gradients       Gradients of tiny models: fused, packed and padded against eager attention in 32-bit. An error of
-                    up to 1.5 times eager attention's own error in the same dtype passes.
-    profile-rung    The kernels or operators that take most of the time of the rung `--script`, by torch.profiler.
-    random-weights  A folder of a language model with random 16-bit weights, drawn on this device.
-    streamed        Whether gradients of streamed blocks equal those of the same blocks on the device, bit by bit: two
-                    passes of a model (by the settings of a rung that streams).
-    attention-cost  A model (by a rung's settings) at one length, without padding: seconds and peak memory.
-    loss            The loss of a language model: all logits in one pass (transformers' `ForCausalLMLoss`) against
-                    chunks. Fake tensors give the peak; with `--repeats 0` nothing is timed.
-    embeddings      An embedding's gradient added to an existing one: PyTorch's dense way against rows. On a CPU the
-                    committed figures use one thread (`OMP_NUM_THREADS=1`).
-    host-adam       A step of Adam on the CPU: PyTorch's fused Adam, and Adam in 8 and in 4 bits. One thread.
-    bfloat16        One pass of 3 blocks of MiniLM and of a small ViT (197 tokens) on a CPU: in 32-bit, in PyTorch's
-                    bfloat16 (`bf16-true`), and in bfloat16 that is computed in 32 bits and rounded
-                    (models/cpu_bfloat16.py). One thread. Where PyTorch has no fast bfloat16, it fails if the last is
-                    not twice as fast as the second.
+    python benchmarks/operations.py --help                   lists the commands
+    python benchmarks/operations.py COMMAND --help           lists the options of a command
 
 Sides take turns, and the median of `--repeats` passes counts, after one to warm up. Peaks are bytes of live tensors
 without the inputs. `loss` stores its figures in results/chunked_loss.json, `embeddings` in
@@ -53,14 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    BloomConfig,
-    LlamaConfig,
     PreTrainedConfig,
-    ViTConfig,
-    ViTForImageClassification,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -141,7 +115,10 @@ def chosen_kernel(parts: list[Tensor]) -> str:
 
 
 def attention(args: argparse.Namespace) -> dict:
-    """Time all kernels for all dtypes and head widths."""
+    """Time all kernels of attention for all dtypes and head widths, forward and backward, and name PyTorch's choice.
+
+    The heads of BLOOM's fused attention (techniques/fused_attention.py) are 8 wider than a power of two.
+    """
     torch.set_float32_matmul_precision("high")  # the rungs' setting on a GPU
     rows = []
     for dtype, width in product((torch.bfloat16, torch.float16, torch.float32), args.width):
@@ -160,15 +137,17 @@ def attention(args: argparse.Namespace) -> dict:
 
 def config_of(kind: str, heads: int) -> PreTrainedConfig:
     """Return the config of a model of two layers, 128 wide, without dropout."""
-    sizes = {"vocab_size": 256, "hidden_size": 128, "pad_token_id": 0, "use_cache": False}
+    name = next((name for name in ("BERT", "Llama") if name in kind), "BLOOM").lower()
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "pad_token_id": 0, "use_cache": False}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": heads}
-    if "BERT" in kind:
-        return BertConfig(**sizes, intermediate_size=256, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return LlamaConfig(**sizes, intermediate_size=256) if "Llama" in kind else BloomConfig(**sizes)
+    return AutoConfig.for_model(name, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 def gradients(_: argparse.Namespace) -> dict:
-    """Return the relative errors of gradients by kind of batch, head width and dtype."""
+    """Compare gradients of tiny models, fused, packed and padded, with eager attention in 32-bit.
+
+    An error of up to 1.5 times eager attention's own error in the same dtype passes.
+    """
     found = {}
     for (width, heads), kind in product(((64, 2), (128, 1)), BATCHES):
         torch.manual_seed(0)
@@ -257,7 +236,7 @@ def random_weights(args: argparse.Namespace) -> dict:
 
 
 def streamed(args: argparse.Namespace) -> dict:
-    """Compare gradients of streamed blocks with those of the same blocks on the device."""
+    """Compare gradients of streamed blocks with those of the same blocks on the device, bit by bit, in two passes."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings, streams, stream_blocks = parse_settings(args.options), [], streamed_layers.stream_blocks
     streamed_layers.stream_blocks = lambda model: streams.append(stream_blocks(model))
@@ -286,7 +265,7 @@ def streamed(args: argparse.Namespace) -> dict:
 
 
 def attention_cost(args: argparse.Namespace) -> dict:
-    """Return the median seconds of a forward and backward pass, the peak memory in bytes, and the loss.
+    """Return the median seconds of a pass of a model at one length, its peak memory in bytes, and the loss.
 
     The gradients stay between the passes, as between the micro-batches of an effective batch.
     """
@@ -325,16 +304,19 @@ def peak_of(run: Callable[[], object], inputs: list[Tensor], mode: FakeTensorMod
     return tracker.peak().total - tracker.peak().parameters
 
 
-def record_of(args: argparse.Namespace, sides: dict, peaks: dict[str, int]) -> dict:
+def record_of(args: argparse.Namespace, sides: dict, peaks: dict[str, int] | None = None) -> dict:
     """Time the sides, and return the sizes among the options with the figures."""
     shape = {name: value for name, value in vars(args).items() if isinstance(value, int)}
-    seconds = turns(sides, args.repeats) if args.repeats else {}
-    figures = {name: {"seconds": seconds.get(name), "peak_bytes": peak} for name, peak in peaks.items()}
+    seconds = turns(sides, args.repeats) if args.repeats else dict.fromkeys(sides)
+    figures = {name: {"seconds": seconds[name]} | ({"peak_bytes": peaks[name]} if peaks else {}) for name in sides}
     return {"shape": shape, "figures": figures}
 
 
 def loss(args: argparse.Namespace) -> dict:
-    """Compare the ways to compute the loss with the head trained and frozen, as with adapters."""
+    """Compare the loss of all logits in one pass with that of chunks, the head trained and frozen, as with adapters.
+
+    Fake tensors give the peak; with `--repeats 0` nothing is timed.
+    """
     ways, parts = {"whole": whole_loss}, {}
     for chunk in args.chunk:
         ways[f"chunks of {chunk}"] = lambda *inputs, chunk=chunk: chunked_loss(*inputs[:2], None, inputs[2], chunk)[0]
@@ -352,7 +334,10 @@ def loss(args: argparse.Namespace) -> dict:
 
 
 def embeddings(args: argparse.Namespace) -> dict:
-    """Compare both ways to add an embedding's gradient in both precisions."""
+    """Compare PyTorch's dense way to add an embedding's gradient with rows, in both precisions.
+
+    On a CPU the committed figures use one thread (`OMP_NUM_THREADS=1`).
+    """
     keep_freed_memory()  # as every run on a CPU does
     parts = {}
     for precision in PRECISIONS:
@@ -377,7 +362,7 @@ def embeddings(args: argparse.Namespace) -> dict:
 def host_adam(args: argparse.Namespace) -> dict:
     """Compare a step of the optimizers for `--optimizer adam`, `adam-8bit` and `adam-4bit` in CPU memory."""
     torch.set_num_threads(1)
-    sides, figures = {}, {}
+    sides = {}
     for name in ("adam", "adam-8bit", "adam-4bit"):
         weight = nn.Parameter(torch.randn(args.weights // 1024, 1024).bfloat16())
         weight.grad = torch.randn_like(weight)
@@ -386,9 +371,10 @@ def host_adam(args: argparse.Namespace) -> dict:
         if name != "adam":
             kind, options = LowBitOptimizer().change_optimizer(kind, settings, nn.Module()), {}
         sides[name] = kind([weight], lr=1e-5, **options).step
-    for name, seconds in turns(sides, args.repeats).items():
-        figures[name] = {"seconds": seconds, "nanoseconds_per_weight": seconds / args.weights * 1e9}
-    return {"cpu": {"shape": {"weights": args.weights}, "figures": figures}}
+    record = record_of(args, sides)
+    for side in record["figures"].values():
+        side["nanoseconds_per_weight"] = side["seconds"] / args.weights * 1e9
+    return {"cpu": record}
 
 
 def in_32_bits(run: Callable[[], object]) -> None:
@@ -399,27 +385,32 @@ def in_32_bits(run: Callable[[], object]) -> None:
 
 
 def bfloat16(args: argparse.Namespace) -> dict:
-    """Compare a pass in bfloat16, PyTorch's own and the one computed in 32 bits, with a pass in 32-bit."""
+    """Compare a pass in bfloat16, PyTorch's own and the one computed in 32 bits, with a pass in 32-bit.
+
+    The models are 3 blocks of MiniLM and of a small ViT on one thread of a CPU. Where PyTorch has no fast bfloat16, it
+    fails if computing in 32 bits (models/cpu_bfloat16.py) is not twice as fast as PyTorch's own.
+    """
     torch.set_num_threads(1)
     keep_freed_memory()  # as every run on a CPU does
     small = {"num_hidden_layers": 3, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
     images = {"pixel_values": torch.randn(args.rows, 3, 224, 224), "labels": torch.zeros(args.rows).long()}
     texts = random_batch(1000, args.rows, args.tokens, "cpu")
     models = {
-        "MiniLM": (BertForSequenceClassification(BertConfig(**small)), texts, args.tokens),
-        "ViT": (ViTForImageClassification(ViTConfig(**small)), images, 197),
+        "MiniLM": (AutoModelForSequenceClassification, "bert", texts, args.tokens),
+        "ViT": (AutoModelForImageClassification, "vit", images, 197),
     }
     parts = {}
-    for name, (model, inputs, tokens) in models.items():
+    for name, (model_class, model_type, inputs, tokens) in models.items():
+        model = model_class.from_config(AutoConfig.for_model(model_type, **small))
         rounded = {key: each.bfloat16() if each.is_floating_point() else each for key, each in inputs.items()}
         own = partial(one_pass, copy.deepcopy(model).bfloat16(), rounded)
         sides = {"32-bit": partial(one_pass, model, inputs), "PyTorch's bfloat16": own}
-        seconds = turns(sides | {"computed in 32 bits": partial(in_32_bits, own)}, args.repeats)
+        record = record_of(args, sides | {"computed in 32 bits": partial(in_32_bits, own)})
+        seconds = {side: figures["seconds"] for side, figures in record["figures"].items()}
         ratios = {side: value / seconds["computed in 32 bits"] for side, value in seconds.items()}
         passed = cpu_has_fast_bfloat16() or ratios["PyTorch's bfloat16"] >= 2
-        figures = {side: {"seconds": value} for side, value in seconds.items()}
         shape = {"rows": args.rows, "tokens": tokens}
-        parts[name] = {"shape": shape, "figures": figures, "ratios": ratios, "passed": passed}
+        parts[name] = record | {"shape": shape, "ratios": ratios, "passed": passed}
     return parts
 
 

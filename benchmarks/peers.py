@@ -1,22 +1,19 @@
 """The peers of against_peers.py and harvest.py: other people's ways to train on the same reviews.
 
-- `trainer`: transformers' Trainer with its defaults: random batches of 8, two to an optimizer step, padded to their
-  longest, Adam fused. `--switches` turns more on, see `SWITCHES`.
-- `accelerate`: the loop of accelerate's own examples: `Accelerator.accumulate`, a DataLoader with random batches padded
-  to their longest, batches of 32 for evaluation.
+- `trainer`: transformers' Trainer with its defaults; `--switches` turns more on, see `SWITCHES`.
+- `accelerate`: the loop of accelerate's own examples, with batches of 32 for evaluation.
 - `blog`: the recipe of rasbt/gradient-accumulation-blog. Every review is padded to the maximum length and goes through
   the model alone, also in evaluation. The training accuracy is counted after every review, in eval mode. The blog steps
   after reviews 1, n + 1, 2n + 1, … and so loses the last n - 1; here it steps at the end of each window.
-- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory. It prints,
-  logs and loads nothing, and has the ladder's attention and optimizer.
+- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory, with the
+  ladder's attention and optimizer.
 
 All get tokenized texts, the initial weights of a rung with the same settings, the same Adam at a constant rate without
 clipping, 32-bit matrix multiplications in the same precision (`--matmul_precision`), and one epoch. Nothing is saved.
-The clock and the memory's peak start at the first batch; evaluation has a clock of its own. Each side returns its
-samples, tokens and padded tokens, and a function that evaluates a split.
+The clock and the memory's peak start at the first batch. Each side returns its samples, tokens and padded tokens, and a
+function that evaluates a split.
 
-As a script, it takes the settings of the rungs and `--side`, `--switches` and `--out`, and writes its figures as JSON:
-`python benchmarks/peers.py --side trainer --out FILE [--switches group_by_length …] [--batch_size 16 …]`.
+    python benchmarks/peers.py --side trainer --out FILE [--switches group_by_length …] [settings of a rung]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Run the scripts whose output the documents quote, and store the lines that they print.
 
-    python benchmarks/printed.py [--part checkpointing …]
+    python benchmarks/printed.py [--part "plan bloom-560m T4" …]
 
 Results are in benchmarks/results/printed.json: for each part its command and the lines that it printed.
 """
@@ -8,7 +8,6 @@ Results are in benchmarks/results/printed.json: for each part its command and th
 import os
 
 import common  # first import: it makes the project importable
-import torch
 
 OUT = common.RESULTS / "printed.json"
 PLAN = (
@@ -23,7 +22,6 @@ PARTS = {
     "--micro_batch_size 4 --rungs 13,14,24",
     "streamed llama-3.1-70b": f"{LLAMA} --rungs 14,24",
     "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4",
-    "checkpointing": "benchmarks/operations.py checkpointing --threads 1",
 }
 
 
@@ -33,7 +31,6 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     common.check_storable(OUT)
-    torch.set_num_threads(1)  # as `checkpointing` has; the plans use none
     os.environ["COLUMNS"] = "200"  # for tables
     for part in args.part:
         command = PARTS[part].split()

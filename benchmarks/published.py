@@ -19,8 +19,9 @@ Three words of `options` replace a part of our code by the peer's, where the pee
 - `four_bits=keep`: 4-bit layers keep their inputs, as bitsandbytes 0.42 did.
 - `loss=whole`: the loss is transformers' own, which converts all logits to 32 bits.
 
-No constant is fitted. Errors are (predicted - published) / published. Differences within a series cancel what the
-peer's model code adds. `--fill` writes the tables of docs/published_peaks.md from the results.
+No constant is fitted. Errors are (predicted - published) / published. `published_series.csv` names pairs of rows, whose
+differences cancel what the peer's model code adds. `--fill` writes the tables of docs/published_peaks.md from the
+results.
 """
 
 import csv
@@ -38,43 +39,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from fabric_ladder.planning.memory import MemoryPrediction, predict_memory
+from fabric_ladder.planning.run_memory import MemoryPrediction, predict_memory
 from fabric_ladder.techniques import adapter_inputs, lora, qlora
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.memory import ON_DEVICE
 
-ROWS = common.ROOT / "benchmarks" / "published_memory.csv"
+HERE = common.ROOT / "benchmarks"
 OUT = common.RESULTS / "published.json"
-PAGE = common.ROOT / "docs" / "published_peaks.md"
 UNITS = {"GB": 10**9, "GiB": 2**30}
 NUMBERS = ("length", "micro_batch_size", "gpus", "classes")  # arguments of predict_memory that are no settings
 GROUPS = {  # part of the options -> technique; the first that fits
     "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA", "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
-SERIES = {  # what is saved -> the numbers of two rows
-    "ViT-L: 32-bit to mixed precision": (2, 3),
-    "ViT-L: mixed precision to 16-bit weights": (3, 4),
-    "ViT-L: 64 to 16 images": (4, 5),
-    "ViT-L: 16 to 4 images and accumulation": (5, 6),
-    "ViT-L: Adam to SGD": (6, 7),
-    "ViT-L, 4 GPUs: CPU offload": (10, 11),
-    "ViT-H: 32-bit to 8-bit AdamW (bitsandbytes)": (63, 64),
-    "ViT-H: 32-bit to 8-bit AdamW (torchao)": (63, 65),
-    "ViT-H: 32-bit to 4-bit AdamW (torchao)": (63, 68),
-    "Llama 2 7B: 16-bit to 8-bit AdamW (bitsandbytes)": (69, 70),
-    "Llama 2 7B: 16-bit to 8-bit AdamW (torchao)": (69, 71),
-    "Llama 2 7B: 16-bit to 4-bit AdamW (torchao)": (69, 72),
-    "Llama 3.2 3B: chunked loss": (46, 47),
-    "Llama 3.2 3B: activation checkpointing": (47, 48),
-    "Llama 3.2 3B: step in backward": (48, 49),
-    "Llama 3.2 3B: activation offload": (49, 50),
-    "Llama 3.2 3B: 16-bit to 8-bit AdamW": (50, 51),
-    "Llama 3.2 3B: LoRA to QLoRA": (52, 53),
-    "Llama 2 7B: LoRA to QLoRA": (20, 21),
-    "Mistral 7B: LoRA to QLoRA": (28, 29),
-    "Falcon 7B: LoRA to QLoRA": (13, 14),
-}
 TABLES = {  # header and cells of a row
     "rows": (
         "row | source | model | technique | batch | optimizer | published | predicted | error",
@@ -92,13 +69,13 @@ TABLES = {  # header and cells of a row
 }
 # Models that are not shipped: a shipped config with changes, or the whole config. LitGPT never ties the head
 # (litgpt/model.py); its own shapes are in litgpt/config.py. ViT-H: timm's vit_huge_patch14_224.
-SHAPES = json.loads((common.ROOT / "benchmarks" / "published_shapes.json").read_text(encoding="utf-8"))
+SHAPES = json.loads((HERE / "published_shapes.json").read_text(encoding="utf-8"))
 FORWARD = qlora._Rehearsed4bit.forward
 
 
-def read_rows() -> list[dict[str, str]]:
-    """Return the published peaks, each with its `number`, counted from 1."""
-    with open(ROWS, newline="", encoding="utf-8") as file:
+def read_rows(name: str = "published_memory.csv") -> list[dict[str, str]]:
+    """Return the rows of a file, by default the published peaks, each with its `number`, counted from 1."""
+    with open(HERE / name, newline="", encoding="utf-8") as file:
         return [row | {"number": number} for number, row in enumerate(csv.DictReader(file), 1)]
 
 
@@ -158,25 +135,25 @@ def group(options: str) -> str:
 def summarize(records: list[dict]) -> dict[str, dict[str, float]]:
     """Return the number of rows and the errors (median, 90th percentile, largest, mean), in all and by technique."""
     table = pd.DataFrame([record for record in records if record["counts"]], columns=["group", "error"])
-    groups = [("all", table), *table.groupby("group", sort=False)] if len(table) else []
-    return {name: {"rows": len(rows)} | statistics(rows["error"]) for name, rows in groups}
-
-
-def statistics(errors: pd.Series) -> dict[str, float]:
-    """Return the statistics of errors."""
-    sizes = errors.abs()
-    middle = {"median": sizes.median(), "percentile_90": sizes.quantile(0.9)}
-    return middle | {"largest": sizes.max(), "mean": errors.mean()}
+    found = {}
+    for name, rows in [("all", table), *table.groupby("group", sort=False)] if len(table) else []:
+        sizes = rows["error"].abs()
+        found[name] = {
+            "rows": len(rows), "median": sizes.median(), "percentile_90": sizes.quantile(0.9), "largest": sizes.max(),
+            "mean": rows["error"].mean(),
+        }  # fmt: skip
+    return found
 
 
 def differences(records: list[dict]) -> dict[str, dict[str, float]]:
     """Return what each step of a series saves in bytes, published and predicted."""
     known = {record["number"]: record for record in records}
-    return {
-        name: {side: known[first][side] - known[second][side] for side in ("published", "predicted")}
-        for name, (first, second) in SERIES.items()
-        if first in known and second in known
-    }
+    found = {}
+    for step in read_rows("published_series.csv"):
+        before, after = known.get(int(step["before"])), known.get(int(step["after"]))
+        if before and after:
+            found[step["saved_by"]] = {side: before[side] - after[side] for side in ("published", "predicted")}
+    return found
 
 
 def in_gb(record: dict) -> dict:
@@ -194,10 +171,10 @@ def table(name: str, result: dict) -> list[str]:
     return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
-def filled(text: str) -> str:
-    """Return the page's text with the tables of the stored results."""
+def fill_page(check: bool = False) -> list[Path]:
+    """Write the tables of the stored results into docs/published_peaks.md; see `common.fill_pages`."""
     result = common.read_results(OUT)["published"]
-    return common.fill(text, "published", lambda name: table(name, result))
+    return common.fill_pages("published", lambda name: table(name, result), check)
 
 
 def main() -> None:
@@ -208,7 +185,7 @@ def main() -> None:
     parser.add_argument("--fill", action="store_true", help="only write the tables of docs/published_peaks.md")
     args = parser.parse_args()
     if args.fill:
-        common.rewrite(PAGE, filled)
+        fill_page()
         return
     if args.json:
         common.check_storable(args.json)

@@ -71,7 +71,7 @@ LEFT = """Left to do, in the order of CONTRIBUTING.md:
  7. docs/techniques/{rung}.md: the page
  8. notebooks/texts.yaml: problem, idea and code; then make notebooks
  9. docs/pictures/draw.py: its picture
-10. benchmarks/memory_ladder.py: its entry; benchmarks/evidence.py: its accuracy; make combinations; make tables
+10. benchmarks/memory_ladder.csv: its entry; benchmarks/evidence.py: its accuracy; make combinations; make tables
 """
 
 

@@ -58,9 +58,9 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would import the compiler
     from rich.console import Console
 
+    from fabric_ladder.planning.answer import print_answer, to_json
     from fabric_ladder.planning.calibration import calibrate
     from fabric_ladder.planning.plan import find_answer
-    from fabric_ladder.planning.report import print_answer, to_json
     from fabric_ladder.techniques.advice import explain_errors
 
     gc.freeze()

@@ -26,7 +26,7 @@ from fabric_ladder.checkpoints.export import find_result, load_result, new_folde
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.models.configs import as_in_training
 
-EXPORT, MERGE = ROOT / "scripts" / "export_model.py", ROOT / "scripts" / "merge_lora.py"
+EXPORT = ROOT / "scripts" / "export_model.py"
 
 
 def inputs_for(kind):
@@ -140,7 +140,7 @@ def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, mon
     close(logits(merged, "llama"), unmerged)
 
     # merge the adapter into the unquantized weights
-    run_here(monkeypatch, MERGE, folder, "--base", tmp_path / "whole", "--output", tmp_path / "onto-whole")
+    run_here(monkeypatch, EXPORT, folder, "--base", tmp_path / "whole", "--output", tmp_path / "onto-whole")
     assert "trained on 4-bit weights and is merged into whole ones: outputs differ" in capsys.readouterr().out
     onto_whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "onto-whole")
     close(logits(onto_whole, "llama"), logits(load_result(result, str(tmp_path / "whole"), quantization="no"), "llama"))
@@ -246,19 +246,20 @@ def test_the_scripts_refuse_bad_input_in_one_line_and_leave_nothing(trained, tmp
         load_result(find_result(adapter))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for script, arguments, message in (
-        (MERGE, ["whole"], "model is a whole model, not an adapter: there is nothing to merge"),
-        (MERGE, ["run-consolidated", "--base", "no/such"], "cannot load the base model 'no/such'"),
-        (EXPORT, ["whole", "--output", "full"], "full already exists; choose another --output"),
+    for arguments, message in (
+        (["whole", "--base", "moved"], "model is a whole model, not an adapter; leave it out"),
+        (["run-consolidated", "--base", "no/such"], "cannot load the base model 'no/such'"),
+        (["whole", "--output", "full"], "full already exists; choose another --output"),
     ):
         with pytest.raises(UserError, match=message) as error:
-            run_here(monkeypatch, script, *arguments)
+            run_here(monkeypatch, EXPORT, *arguments)
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="cannot write"), new_folder(tmp_path / "full" / "mine" / "model"):
         pass
     assert sorted(tmp_path.rglob("*")) == before
-    run_here(monkeypatch, MERGE, adapter, "--base", "moved")
-    assert f"Saved {adapter / 'merged'}" in capsys.readouterr().out
+    run_here(monkeypatch, EXPORT, adapter, "--base", "moved", "--precision", "bf16-true")
+    assert f"Saved {adapter / 'export'}" in capsys.readouterr().out
+    assert AutoModelForSequenceClassification.from_pretrained(adapter / "export").dtype == torch.bfloat16
 
 
 def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):

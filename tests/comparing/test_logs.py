@@ -8,7 +8,7 @@ from support.helpers import settings_for
 from support.recorded_runs import BLOG, LOG, parse
 
 from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.runs.report import title
+from fabric_ladder.runs.header import title
 
 LANGUAGE_LOG = """\
 Python 3.11.7 · torch 2.13.0+cpu · lightning 2.6.6

@@ -102,19 +102,3 @@ def test_the_page_names_what_all_runs_share_and_draws_no_curve_of_one_validation
         assert re.search(rf"<th>{name}</th>\s*<td>{value}</td>", page), name
     assert "Training loss" in page
     assert "Validation accuracy" not in page
-
-
-def test_the_charts_are_readable_on_a_page_of_400_pixels(page):
-    """The margins of the page take 32 pixels. A letter of 9 pixels can be read."""
-    for content in re.findall(r'base64,(.*?)"', page):
-        chart = b64decode(content).decode()
-        width = float(re.search(r'viewBox="0 0 (\S+) ', chart)[1])
-        texts = re.findall(
-            r'<text style="font(?:-size)?: (?:\d+ )?([\d.]+)px(.*?)transform="translate\((\S+) .*?>(.+?)<', chart
-        )
-        assert len(texts) > 1
-        for size, style, x, text in texts:
-            assert float(size) * (400 - 32) / width > 9
-            assert float(x) + 0.5 * float(size) * len(text) < width or "middle" in style, (
-                "a letter is half as wide as high"
-            )

@@ -17,8 +17,8 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.options import read_words
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.gpus import GPUS, find_gpu
-from fabric_ladder.planning.memory import predict_memory
 from fabric_ladder.planning.overhead import ASSUMED, HIGH, LOW
+from fabric_ladder.planning.run_memory import predict_memory
 from fabric_ladder.techniques.memory import Peak
 
 FIT = ROOT / "docs" / "fit"

@@ -61,9 +61,10 @@ def with_setting(tmp_path, name, value):
     return [[*options, f"--{name}", str(value)], ["--config", str(tmp_path / "own.yaml"), *options[2:]]]
 
 
-def plans_of(rungs, options, memory=ENOUGH, length=256, gpu=ANY, every=True, started=None):
-    """Return the plans of all choices for one GPU among these rungs, or of those that can win."""
+def plans_of(rungs, options, memory=ENOUGH, length=256, gpu=ANY, every=True, started=None, plain=False):
+    """Return the plans of all choices for one GPU among these rungs, of `plain` rungs, or of those that can win."""
     choices, _ = list_choices([SRC / f"{rung}.py" for rung in rungs], 1)
+    choices = [(rung, ()) for rung in rungs] if plain else choices
     candidates, _ = read_candidates(choices, options, 1, gpu)
     report = [].append if started is None else started.append
     return make_plans(candidates, Samples(length), Machine(gpu._replace(memory=memory)), every, report)
@@ -174,7 +175,7 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
         cut = replace(plan.candidate.settings, micro_batch_size=size, micro_batch_tokens=None)
         needed[size] = ANY_GPU.bounds(predict_peak(cut, *largest_batches(cut, 256)))[1]
     assert list(needed) == [1, 2, 4, 8, 16]
-    for memory in (needed[1] - 1, needed[1], needed[4] + 1, needed[8] - 1):
+    for memory in (needed[1] - 1, needed[8] - 1):
         (plan,) = plans_of(["5_low_precision"], options, memory)
         fitting = [size for size in needed if needed[size] <= memory]
         assert plan.fits == bool(fitting)
@@ -235,31 +236,29 @@ def test_a_process_that_has_seen_a_gpu_does_not_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "get_context", lambda _: pytest.fail("forked"))
     monkeypatch.setattr(planner.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    plans = plans_of(["2_grad_accum", "5_low_precision"], bloom(tmp_path), length=64)
+    plans = plans_of(["2_grad_accum", "5_low_precision"], bloom(tmp_path), length=64, plain=True)
     assert [plan.fits for plan in plans] == [True, True]
 
 
-@pytest.mark.parametrize(("rung", "options", "width"), [("13_lora", "", 2), ("13_lora", "--precision bf16-mixed", 4)])
-def test_a_language_models_frozen_weights_are_read_in_their_final_precision(tmp_path, rung, options, width):
+def test_a_language_models_frozen_weights_are_read_in_their_final_precision(tmp_path):
     words = [*bloom(tmp_path)[:2], "--model", str(MODELS / "llama-tiny.json"), "--task", "instruction-tuning"]
-    plan = plans_of([rung], [*words, *options.split()], length=16)[0]
-    assert plan.host - planner.LIBRARIES == width * plan.counts.all
+    for precision, width in (("bf16-true", 2), ("bf16-mixed", 4)):
+        (plan,) = plans_of(["13_lora"], [*words, "--precision", precision], length=16, plain=True)
+        assert plan.host - planner.LIBRARIES == width * plan.counts.all
 
 
 def test_emulated_bfloat16_is_planned_but_never_recommended(tmp_path):
     rungs = ["4_mixed_precision", "5_low_precision", "13_lora"]
     options = [*bloom(tmp_path, 2), "--micro_batch_size", "4"]
     older, newer = (
-        {plan.candidate.name: plan for plan in plans_of(rungs, options, gpu=find_gpu(name))} for name in ("T4", "L4")
+        {plan.candidate.name: plan for plan in plans_of(rungs, options, gpu=find_gpu(name), plain=True)}
+        for name in ("T4", "L4")
     )
     for name, plan in older.items():
         emulated = name[0] == "5"
         assert plan.candidate.settings.precision == ("bf16-true" if emulated else "16-mixed")
         assert (plan.emulated, newer[name].emulated) == (emulated, False)
-        if emulated:
-            continue
-        if "13_lora" not in name:
-            assert plan.peak == newer[name].peak, "float16 holds the same bytes"
+        assert emulated or "lora" in name or plan.peak == newer[name].peak, "float16 holds the same bytes"
     low = "5_low_precision"
     assert older[low].peak.activations > newer[low].peak.activations, "attention keeps its matrix"
     assert older["13_lora"].peak.parameters > newer["13_lora"].peak.parameters, "embeddings in 32-bit"
@@ -281,7 +280,7 @@ def test_the_planner_uses_or_refuses_a_precision_as_a_rung_does(tmp_path):
 
 def test_numbers_of_tokens_are_not_replaced(tmp_path):
     for options in with_setting(tmp_path, "micro_batch_tokens", 2048):
-        (plan,) = plans_of(["4_mixed_precision"], options, length=64)[:1]
+        (plan,) = plans_of(["4_mixed_precision"], options, length=64, plain=True)
         assert (plan.micro_batch, "--micro_batch_size" in plan.command) == (None, False)
     for options in with_setting(tmp_path, "eval_batch_tokens", 32768):
         assert int(read_settings("4_mixed_precision", options).eval_batch_tokens) == 32768
@@ -363,7 +362,7 @@ def test_a_micro_batch_that_differs_from_the_config_is_in_the_command(tmp_path):
     config = (ROOT / "configs" / "imdb_bloom_560m.yaml").read_text()
     (tmp_path / "own.yaml").write_text(f"{config}\nmicro_batch_size: 4\n")
     options = ["--config", str(tmp_path / "own.yaml"), *bloom(tmp_path)[2:]]
-    (smallest,) = plans_of(["2_grad_accum"], options, 1, length=64)
+    (smallest,) = plans_of(["2_grad_accum"], options, 1, length=64, plain=True)
     assert (smallest.micro_batch, smallest.command.endswith("--micro_batch_size 1")) == (1, True)
 
 
@@ -375,13 +374,6 @@ def test_without_the_data_a_plan_is_for_the_longest_possible_sample(tmp_path):
     assert "samples of 96 tokens · 1 x T4, 15.6 GB" in out
     assert "T4 (compute capability 7.5) only emulates bfloat16: never recommended" in out
     assert not (tmp_path / "data").exists()
-
-
-def test_a_model_whose_config_is_shipped_is_planned_without_a_network(tmp_path):
-    options = ["--gpu", "T4", "--rungs", "4", "--length", "16", "--batch_size", "1"]
-    process = plan(tmp_path, *options, HF_HOME=tmp_path / "empty")
-    assert finished(process).startswith("Run    python src/4_mixed_precision.py --batch_size 1 ")
-    assert "the config of bigscience/bloom-560m is read from " in process.stderr
 
 
 def test_the_config_of_a_gated_model_is_shipped_and_its_tokenizer_is_not_needed(tmp_path):

@@ -34,10 +34,3 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, values):
         peaks.append(predict_peak(settings, micro_batches).total)
         assert peaks[-1] == pytest.approx(measured_peak(settings, micro_batches), rel=0.01)
     assert peaks[1] < peaks[0]
-
-
-def test_the_peak_falls_with_the_tile(tmp_path):
-    values, totals = CHECKPOINTED | {"activation_offload": True}, []
-    for tile in (None, 64, 32):
-        totals.append(predict_peak(*long_text(tmp_path, mlp_tile=tile, **values)).total)
-    assert totals == sorted(totals, reverse=True)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from fabric_ladder import UserError
 from fabric_ladder.runs import memory_history
 from fabric_ladder.runs.memory_history import check_snapshot
-from fabric_ladder.runs.progress import ProgressBar
+from fabric_ladder.runs.progress_bar import ProgressBar
 
 
 class Allocator:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning import Fabric
 from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
 from support.helpers import settings_for, tiny_model, token_datasets
 from support.recorded_runs import LOG, parse
@@ -20,7 +19,7 @@ from fabric_ladder.data.multi_label import MultiLabel
 from fabric_ladder.data.regression import Regression
 from fabric_ladder.data.word_labels import WordLabels
 from fabric_ladder.runs.intervals import wilson_interval
-from fabric_ladder.runs.metrics import Meter, describe_classes
+from fabric_ladder.runs.metrics import describe_classes
 
 
 def predictions(model, datasets):
@@ -79,13 +78,6 @@ def test_counting_reads_no_value_from_the_device(kind):
         counts = kind.start_counts(torch.device("meta"))
         for _ in range(3):
             kind.count(counts, logits, **labels)
-
-
-def test_the_sums_of_older_checkpoints_are_read():
-    meter = Meter(Fabric(accelerator="cpu", devices=1))
-    meter.add_state_dict({"loss": torch.tensor(6.0), "correct": torch.tensor(2.0), "items": torch.tensor(3.0)})
-    meter.add_state_dict({"sums": torch.tensor([2.0, 1.0, 1.0])})
-    assert meter.score()[:3] == (8.0, 3.0, 4.0)
 
 
 def test_run_json_has_the_confusion_matrix(tmp_path, capsys):

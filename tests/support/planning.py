@@ -70,10 +70,10 @@ def set_up(settings, **options):
     return fabric, model, fabric.setup_optimizers(build_optimizer(settings, model))
 
 
-def measured_peak(settings, micro_batches, on_mac=False):
+def measured_peak(settings, micro_batches):
     """Return the bytes of real tensors at the peak of the second step, from PyTorch's tracker.
 
-    Both sides have the operations of a GPU, or of a Mac's, which keep other tensors than a CPU's.
+    Both sides have the operations of a GPU, which keep other tensors than a CPU's.
 
     PyTorch's tracker fails on frozen parameters, so the project's tracker counts these models.
     """
@@ -93,7 +93,7 @@ def measured_peak(settings, micro_batches, on_mac=False):
 
     step()
     tracker.track_external(model, optimizer.optimizer)
-    with tracker, CudaKernels(on_mac):
+    with tracker, CudaKernels():
         step()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 

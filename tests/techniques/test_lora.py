@@ -293,12 +293,12 @@ def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for script, more in (
         ("generate", ["--model", "runs/14_qlora/1", *review]),
-        ("merge_lora", ["runs/14_qlora/1"]),
-        ("generate", ["--model", "runs/14_qlora/1/merged", *review]),
+        ("export_model", ["runs/14_qlora/1"]),
+        ("generate", ["--model", "runs/14_qlora/1/export", *review]),
     ):
         run_here(monkeypatch, ROOT / "scripts" / f"{script}.py", *more)
         answer = capsys.readouterr().out.strip()
-        assert answer in ("positive", "negative") or script == "merge_lora"
+        assert answer in ("positive", "negative") or script == "export_model"
 
 
 def test_the_articles_config_gives_the_articles_run():

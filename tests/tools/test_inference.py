@@ -7,11 +7,15 @@ import re
 import datasets as hf
 import pandas as pd
 import pytest
+import torch
 from PIL import Image
 from support.devices import ONE_THREAD
+from support.export import tiny
 from support.helpers import MODELS, ROOT, SRC, finished, run_script
 
 from fabric_ladder.data.rows import read_file
+from fabric_ladder.errors import UserError
+from fabric_ladder.tools.inference import load_predictor
 
 PREDICT = ROOT / "scripts" / "predict.py"
 WORDS = {"B-PER": ["Ann", "Ben"], "B-LOC": ["Ulm", "Rom"], "O": ["went", "to", "saw", "and"]}
@@ -150,12 +154,9 @@ def test_images_of_a_folder_are_predicted_as_in_the_test(tmp_path):
 
 
 def test_a_language_model_is_refused_in_one_line(tmp_path):
-    samples = "--train_samples 16 --validation_samples 4 --test_samples 4"
-    train(tmp_path, "--task", "instruction-tuning", *samples.split())
-    (tmp_path / "rows.csv").write_text("text\nhello\n")
-    process = run_script(PREDICT, "runs/2_grad_accum/1", "rows.csv", cwd=tmp_path, **ONE_THREAD)
-    assert process.returncode == 2
-    assert "holds no classifier (BloomForCausalLM): try scripts/generate.py" in process.stderr
+    tiny("bloom-lm").save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"holds no classifier \(BloomForCausalLM\): try scripts/generate\.py$"):
+        load_predictor(str(tmp_path / "model"), "cpu", torch.float32, 64, False, {})
 
 
 def test_odd_rows_keep_their_columns_and_their_scores(tmp_path):
@@ -196,6 +197,12 @@ def test_odd_rows_keep_their_columns_and_their_scores(tmp_path):
         process = run_script(PREDICT, *mistake, cwd=tmp_path)
         assert (process.returncode, process.stderr.count("\n")) == (2, 1)
         assert line in process.stderr
+    (tmp_path / "bare.csv").write_text("good great,pos\nbad, really awful,neg\n")
+    bare = [words[0], "bare.csv", "--column_names", "text,label"]
+    process = run_script(PREDICT, *bare, cwd=tmp_path)
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert process.stderr.startswith("error: bare.csv, row 2 (more fields than column names")
+    assert "Saved 1 predictions in" in finished(run_script(PREDICT, *bare, "--bad_samples", "skip", cwd=tmp_path))
 
 
 def test_numbers_keep_their_names_and_bad_rows_their_place(tmp_path):
@@ -234,15 +241,3 @@ def test_numbers_keep_their_names_and_bad_rows_their_place(tmp_path):
     process, _ = predict("out", "text\n\n ,\n", "--bad_samples", "skip")
     assert process.returncode == 2
     assert "1 of 1 rows have no prediction" in process.stderr
-
-
-def test_a_headerless_file_with_a_bad_row_names_the_row(tmp_path):
-    rows = "".join(f"good film {number},pos\nbad film {number},neg\n" for number in range(20))
-    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
-    train(tmp_path, "--dataset", "rows.csv", "--max_length", "16")
-    (tmp_path / "bare.csv").write_text("good great,pos\nbad, really awful,neg\n")
-    words = ["runs/2_grad_accum/1", "bare.csv", "--column_names", "text,label"]
-    process = run_script(PREDICT, *words, cwd=tmp_path)
-    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
-    assert process.stderr.startswith("error: bare.csv, row 2 (more fields than column names")
-    assert "Saved 1 predictions in" in finished(run_script(PREDICT, *words, "--bad_samples", "skip", cwd=tmp_path))

@@ -32,7 +32,7 @@ from fabric_ladder.errors import NotFiniteError, UserError
 from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.models.configs import MODELS as CLASSES
 from fabric_ladder.models.probe import VOCABULARY, small_copy
-from fabric_ladder.planning.memory import predict_memory
+from fabric_ladder.planning.run_memory import predict_memory
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import check_together, technique_of

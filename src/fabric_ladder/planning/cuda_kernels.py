@@ -8,8 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 # Autocast computes these operations in 32 bits on CUDA, and in 16 bits on a CPU (PyTorch 2.13, `ATen/autocast_mode.h`:
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE). The lists have more operations, which no model here uses. The list
-# for a Mac lacks `norm` and `rms_norm` (`autocast_mode.cpp`: AutocastMPS), which keep at most the same bytes there.
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE). The lists have more operations, which no model here uses.
 IN_32_BITS = frozenset(
     "exp log log_softmax softmax softplus pow __pow__ rsqrt sum cumsum prod norm layer_norm rms_norm group_norm".split()
 )
@@ -21,22 +20,15 @@ class CudaKernels(TorchFunctionMode):
     - Autocast computes `IN_32_BITS` in 32 bits.
     - Dropout keeps a mask of one byte per element, a CPU's has the type of the input (PyTorch, `Dropout.cpp`).
     - Attention drops its dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed.
-
-    Args:
-        on_mac: Dropout and the dropout of attention stay as on a CPU: they are fused on CUDA only.
     """
-
-    def __init__(self, on_mac: bool = False):
-        super().__init__()
-        self.fused = not on_mac
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is Tensor.backward:
             return self._backward(args[0])
-        if self.fused and function is dropout and kwargs["training"] and not kwargs["inplace"] and 0 < kwargs["p"] < 1:
+        if function is dropout and kwargs["training"] and not kwargs["inplace"] and 0 < kwargs["p"] < 1:
             return torch.native_dropout(args[0], kwargs["p"], True)[0]
-        if self.fused and function is scaled_dot_product_attention:
+        if function is scaled_dot_product_attention:
             args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
         if function.__name__ in IN_32_BITS and torch.is_autocast_enabled("cpu") and not kwargs.get("dtype"):
             args, kwargs = tree_map(_in_32_bits, (args, kwargs))

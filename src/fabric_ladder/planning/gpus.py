@@ -1,9 +1,11 @@
 """GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix multiplications."""
 
+import csv
 import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,81 +35,22 @@ class Gpu(NamedTuple):
     plain: float
 
 
-# Sources: NVIDIA's data sheets and white papers on each architecture; figures "with sparsity" are halved. Memory is the
-# nominal size in 10^9 bytes; most GPUs have more. If ECC takes a sixteenth, PyTorch's size is given: 15.6 GB on a T4.
-# Tensor cores need capability 7.0, bfloat16 and TF32 need 8.0. The last figure is given only if TF32 is faster
+# Sources of gpus.csv: NVIDIA's data sheets and white papers on each architecture; figures "with sparsity" are halved.
+# Memory is the nominal size in 10^9 bytes; most GPUs have more. If ECC takes a sixteenth, PyTorch's size is given:
+# 15.6 GB on a T4. Tensor cores need capability 7.0, bfloat16 and TF32 need 8.0. `plain` is given only if TF32 is faster
 # than plain 32-bit. Where NVIDIA prints no peaks, plain 32-bit is 2 x CUDA cores x boost clock, and 16-bit is a
 # multiple of it: 8 in the TITAN RTX, 4 in other Turing GPUs, in the RTX A2000 and the RTX 4000 Ada, 2 in GeForce from
 # Ampere on, 1 without tensor cores.
-_ROWS = """
-GTX 1080 Ti | 11 | 6.1 | 11.3 | 11.3
-P100 | 16 | 6.0 | 18.7 | 9.3
-V100 | 16 | 7.0 | 125 | 15.7
-V100 32GB | 32 | 7.0 | 125 | 15.7
-T4 | 15.6 | 7.5 | 65 | 8.1
-RTX 2060 | 6 | 7.5 | 25.8 | 6.5
-RTX 2070 | 8 | 7.5 | 29.9 | 7.5
-RTX 2080 | 8 | 7.5 | 40.3 | 10.1
-RTX 2080 Ti | 11 | 7.5 | 53.8 | 13.4
-TITAN RTX | 24 | 7.5 | 130.5 | 16.3
-A100 40GB | 40 | 8.0 | 312 | 156 | 19.5
-A100 80GB | 80 | 8.0 | 312 | 156 | 19.5
-A30 | 24 | 8.0 | 165 | 82 | 10.3
-RTX 3050 | 8 | 8.6 | 18.2 | 9.1
-RTX 3060 | 12 | 8.6 | 25.5 | 12.7
-RTX 3060 Ti | 8 | 8.6 | 32.4 | 16.2
-RTX 3070 | 8 | 8.6 | 40.6 | 20.3
-RTX 3070 Ti | 8 | 8.6 | 43.5 | 21.7
-RTX 3080 | 10 | 8.6 | 59.5 | 29.8
-RTX 3080 12GB | 12 | 8.6 | 61.3 | 30.6
-RTX 3080 Ti | 12 | 8.6 | 68.2 | 34.1
-RTX 3090 | 24 | 8.6 | 71 | 35.6
-RTX 3090 Ti | 24 | 8.6 | 80.0 | 40.0
-A10 | 23.6 | 8.6 | 125 | 62.5 | 31.2
-A10G | 23.6 | 8.6 | 70 | 35
-A40 | 47.6 | 8.6 | 149.7 | 74.8 | 37.4
-RTX A2000 12GB | 12 | 8.6 | 31.9 | 16.0 | 8.0
-RTX A4000 | 16 | 8.6 | 76.7 | 38.3 | 19.2
-RTX A5000 | 24 | 8.6 | 111.1 | 55.6 | 27.8
-RTX A6000 | 48 | 8.6 | 154.8 | 77.4 | 38.7
-RTX 4060 | 8 | 8.9 | 30.2 | 15.1
-RTX 4060 Ti 8GB | 8 | 8.9 | 44.1 | 22.1
-RTX 4060 Ti 16GB | 16 | 8.9 | 44.1 | 22.1
-RTX 4070 | 12 | 8.9 | 58.3 | 29.1
-RTX 4070 SUPER | 12 | 8.9 | 71.0 | 35.5
-RTX 4070 Ti | 12 | 8.9 | 80.2 | 40.1
-RTX 4070 Ti SUPER | 16 | 8.9 | 88.2 | 44.1
-RTX 4080 | 16 | 8.9 | 97.5 | 48.7
-RTX 4080 SUPER | 16 | 8.9 | 104.4 | 52.2
-RTX 4090 | 24 | 8.9 | 165.2 | 82.6
-RTX 4000 Ada | 20 | 8.9 | 106.9 | 53.5 | 26.7
-RTX 6000 Ada | 47.7 | 8.9 | 364.2 | 182.1 | 91.1
-L4 | 23.6 | 8.9 | 121 | 60 | 30.3
-L40S | 47.6 | 8.9 | 362 | 183 | 91.6
-H100 | 80 | 9.0 | 989.5 | 494.7 | 66.9
-H100 PCIe | 80 | 9.0 | 756 | 378 | 51.2
-H100 NVL | 94 | 9.0 | 835 | 417.5 | 60
-GH200 | 96 | 9.0 | 989.5 | 494.7 | 67
-H200 | 141 | 9.0 | 989.5 | 494.7 | 67
-B200 | 180 | 10.0 | 2250 | 1125 | 75
-RTX 5060 | 8 | 12.0 | 38.4 | 19.2
-RTX 5060 Ti 8GB | 8 | 12.0 | 47.4 | 23.7
-RTX 5060 Ti 16GB | 16 | 12.0 | 47.4 | 23.7
-RTX 5070 | 12 | 12.0 | 61.7 | 30.9
-RTX 5070 Ti | 16 | 12.0 | 87.9 | 43.9
-RTX 5080 | 16 | 12.0 | 112.6 | 56.3
-RTX 5090 | 32 | 12.0 | 209.5 | 104.8
-RTX PRO 6000 | 96 | 12.0 | 503.8 | 251.9 | 126
-"""
 
 
-def _read_row(row: str) -> Gpu:
-    name, memory, capability, half, *single = row.split(" | ")
-    major, minor = map(int, capability.split("."))
-    return Gpu(name, round(float(memory) * 1e9), (major, minor), float(half), float(single[0]), float(single[-1]))
+def _read_row(row: dict[str, str]) -> Gpu:
+    major, minor = map(int, row["capability"].split("."))
+    peaks = float(row["half"]), float(row["single"]), float(row["plain"] or row["single"])
+    return Gpu(row["name"], round(float(row["memory_gb"]) * 1e9), (major, minor), *peaks)
 
 
-GPUS = [_read_row(row) for row in _ROWS.strip().splitlines()]
+with open(Path(__file__).with_name("gpus.csv"), encoding="utf-8", newline="") as _file:
+    GPUS = [_read_row(row) for row in csv.DictReader(_file)]
 ANY = Gpu("a GPU", 0, (8, 0), 312, 156, 19.5)  # an unknown GPU: computes in bfloat16, as fast as an A100
 
 

@@ -14,11 +14,11 @@ from fabric_ladder.environment import read_size
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import count_positions
 from fabric_ladder.options import read_named_config, read_words
+from fabric_ladder.planning.answer import Answer
 from fabric_ladder.planning.candidates import list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
 from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
-from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.runs.folder import short_name
 from fabric_ladder.settings import FACTS, Settings

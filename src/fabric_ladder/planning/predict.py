@@ -137,6 +137,8 @@ class _NoTokenizer:
 
 def unpredictable(settings: Settings) -> str | None:
     """Return the reason if the memory of these settings cannot be predicted."""
+    if settings.accelerator == "mps":
+        return "no memory was measured on Apple silicon"
     return next(filter(None, (technique.unpredictable(settings) for technique in used(settings))), None)
 
 

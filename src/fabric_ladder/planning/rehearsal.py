@@ -4,9 +4,6 @@ The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of P
 keep the same tensors for the backward pass, except in the operations that `cuda_kernels.py` replaces.
 `scaled_dot_product_attention` runs a kernel without a tokens x tokens matrix, like FlashAttention. Optimizers run as on
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
-
-On the GPU of a Mac, PyTorch computes attention with gradients by separate operations, which keep a matrix of
-tokens x tokens in 32 bits (pytorch#182746). Its optimizers have no `foreach` form there.
 """
 
 import json
@@ -46,7 +43,6 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
-from fabric_ladder.techniques.kahan import Kahan
 from fabric_ladder.techniques.memory import Counts, Peak, count_parameters
 from fabric_ladder.techniques.technique import Technique
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
@@ -65,14 +61,12 @@ def rehearse(
     tokens x tokens matrix (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
 
     Args:
-        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory. With the
-            accelerator `mps` the run is rehearsed as on a Mac, else as on a CUDA GPU.
+        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
         datasets: Data sets with the model's classes, image format or vocabulary. Samples are ignored.
         capability: Compute capability of the GPU; None: it computes in bfloat16.
         all_blocks: Rehearse the whole model. Otherwise two models with a few of its blocks are rehearsed.
     """
-    on_mac = settings.accelerator == "mps"
-    matrix = on_mac or emulates(settings.precision, capability)
+    matrix = emulates(settings.precision, capability)
     asked = settings
     settings = to_rehearse(settings)
     sharded = strategy_traits(settings).shards_weights
@@ -87,7 +81,7 @@ def rehearse(
         counts = count_parameters(model)
         for technique in used(asked):
             technique.rehearse_model(model, asked)
-        return _Steps(model, counts, settings, sharded, keeps, on_mac)
+        return _Steps(model, counts, settings, sharded, keeps)
 
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
@@ -210,17 +204,15 @@ class _Steps:
         settings: Settings with one device per rank.
         sharded: Whether FSDP shards over the ranks.
         keeps: Whether gradients stay from step to step, as in DDP's buckets (`DDPInBuckets`).
-        on_mac: Whether the run is on the GPU of a Mac.
 
     Attributes:
         counts: Numbers of the model's parameters.
         of_optimizer: The moments of an optimizer step.
     """
 
-    def __init__(self, model: nn.Module, counts: Counts, settings: Settings, sharded: bool, keeps: bool, on_mac: bool):
+    def __init__(self, model: nn.Module, counts: Counts, settings: Settings, sharded: bool, keeps: bool):
         self.counts = counts
         self.settings = settings
-        self.on_mac = on_mac
         self.sharded = sharded
         self.keeps = keeps
         self.parked = sharded and settings.offload
@@ -279,7 +271,7 @@ class _Steps:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         on_host = partial(self.tracker.at, "training", on_host=True)
-        with self.mode, self.tracker, CudaKernels(self.on_mac), host_memory_within(on_host):
+        with self.mode, self.tracker, CudaKernels(), host_memory_within(on_host):
             yield
 
     def _set_up(self, model: nn.Module) -> None:
@@ -287,13 +279,12 @@ class _Steps:
         model.tie_weights()  # to_empty has separated tied weights
         self.model = self.fabric.setup(model)
         optimizer = build_optimizer(self.settings, self.model)
-        if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked and not self.on_mac:
+        if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
                     group["foreach"] = True  # PyTorch's choice for parameters on a CUDA GPU
         optimizer.parts = 1  # of a weight in 4-bit Adam
-        if isinstance(optimizer, Kahan):
-            optimizer.single = True
+        optimizer.single = True  # Kahan summation moves one weight at a time
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self._name_tensors()
 

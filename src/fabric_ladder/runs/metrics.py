@@ -103,9 +103,7 @@ class Meter:
 
     def add_state_dict(self, state: dict) -> None:
         """Add the sums of another meter, for example of another rank."""
-        # older versions saved each sum under its name
-        sums = state["sums"] if "sums" in state else torch.stack([state[name] for name in ("loss", "correct", "items")])
-        self._sums += sums.to(self.fabric.device, self._dtype)
+        self._sums += state["sums"].to(self.fabric.device, self._dtype)
 
     def collect(self) -> Score:
         """Return the score as `score` does, and start again from 0."""

@@ -19,14 +19,14 @@ from fabric_ladder.distributed.watch import running_watch
 from fabric_ladder.environment import limit_memory
 from fabric_ladder.errors import notebook_shell
 from fabric_ladder.options import without_options
+from fabric_ladder.runs.header import describe_parameters, parameters_line, title
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.memory_history import MemoryHistory
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.prediction import Prediction, start_planner
 from fabric_ladder.runs.process import chosen_kernels
-from fabric_ladder.runs.progress import ProgressBar
+from fabric_ladder.runs.progress_bar import ProgressBar
 from fabric_ladder.runs.record import RunRecord
-from fabric_ladder.runs.report import describe_parameters, parameters_line, title
 from fabric_ladder.runs.speed import expected_time, find_speed, is_same_device
 from fabric_ladder.runs.throughput import Throughput
 from fabric_ladder.settings import Settings

@@ -18,7 +18,6 @@ COMMANDS = {
     "compare": "compare_runs",
     "generate": "generate",
     "predict": "predict",
-    "merge": "merge_lora",
     "export": "export_model",
     "doctor": "doctor",
 }

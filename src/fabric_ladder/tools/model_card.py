@@ -13,7 +13,6 @@ from fabric_ladder.data.text_sources import file_format
 from fabric_ladder.errors import read_outside, refused
 from fabric_ladder.runs.folder import UNNAMED
 from fabric_ladder.runs.intervals import wilson_interval
-from fabric_ladder.runs.metrics import describe_classes
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
 
 HUB_NAMES = {"imdb": "stanfordnlp/imdb"}  # data sets with another name on the Hub
@@ -122,8 +121,6 @@ def _describe_test(results: dict) -> str:
 def _describe_classes(results: dict) -> str:
     """Return a table of the classes with their scores at the test; empty without scores."""
     classes = results.get("classes") or results.get("entities") or {}
-    if "precision" not in classes and "confusion" in classes:  # of an earlier version
-        classes = describe_classes(classes["names"], classes["confusion"])
     if not classes or len(classes["names"]) > MOST_CLASSES:
         return ""
     scores = pd.DataFrame({name: map(percent, classes[name]) for name in ("precision", "recall", "f1")})

@@ -4,7 +4,7 @@ import pytest
 from support.helpers import MODELS
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.planning.memory import predict_memory
+from fabric_ladder.planning.run_memory import predict_memory
 
 TINY = str(MODELS / "llama-tiny.json")
 
