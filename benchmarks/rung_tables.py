@@ -10,13 +10,13 @@ those of evidence_tables.py. A rung without an accuracy of its own has that of t
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import common  # first import: it makes the project importable
 from evidence_tables import mean as with_spread
 from evidence_tables import most_seeds, own, predicted
 
+from fabric_ladder.environment import write_whole
 from fabric_ladder.ladder import Row, row_of
 from fabric_ladder.rungs import RUNGS, parent
 
@@ -29,7 +29,7 @@ HEADINGS = {  # groups of rows, and their headings in the README's table
     "several GPUs": "Uses several GPUs",
     "time": "Saves time",
 }
-INDEX, SITE = common.ROOT / "docs" / "index.md", common.ROOT / "mkdocs.yml"
+SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - combinations\.md\n)", re.DOTALL)
 
@@ -104,26 +104,26 @@ def navigation() -> str:
 BLOCKS = {block.__name__: block for block in (ladder, graph, techniques)}
 
 
-def filled(path: Path, text: str) -> str:
-    """Return the text of a file with its tables as they should be."""
-    if path == SITE:
-        return NAV.sub(navigation(), text)
-    return common.fill(text, "rungs", lambda name: BLOCKS[name]())
+def fill_pages(check: bool = False) -> list[Path]:
+    """Write the tables and the navigation; return the changed files. `check`: write nothing."""
+    changed = common.fill_pages("rungs", lambda name: BLOCKS[name](), check)
+    before = SITE.read_text(encoding="utf-8")
+    if (after := NAV.sub(navigation(), before)) != before:
+        changed.append(SITE)
+        if not check:
+            write_whole(SITE, after)
+    return changed
 
 
 def main() -> int:
     """Write, or with `--check` compare; return the exit status."""
     parser = common.new_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
-    check, status = parser.parse_args().check, 0
-    for path in (common.ROOT / "README.md", INDEX, SITE):
-        text = path.read_text(encoding="utf-8")
-        if not check:
-            common.rewrite(path, partial(filled, path))
-        elif filled(path, text) != text:
-            print(f"{path.relative_to(common.ROOT)} is stale: run make tables")
-            status = 1
-    return status
+    check = parser.parse_args().check
+    changed = fill_pages(check)
+    for path in changed if check else ():
+        print(f"{path.relative_to(common.ROOT)} is stale: run make tables")
+    return int(check and bool(changed))
 
 
 if __name__ == "__main__":
