@@ -157,7 +157,7 @@ def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
 
 def rung_command(options: list[str], script: str, *more: str) -> list[str]:
     """Return the command line of a rung for `run_command`; tokens in `more` take the place of a number of samples."""
-    if {"--micro_batch_tokens", "--pack_rows"} & {*more}:
+    if "--micro_batch_tokens" in more:
         options = without_options(options, ["micro_batch_size"])
     return [str(ROOT / "src" / f"{script}.py"), *options, *more]
 

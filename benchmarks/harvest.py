@@ -82,7 +82,6 @@ VARIANTS = {  # further runs of a rung
     "16_bf16_that_learns, packed": "--packing true",
     GRAPHS: "--packing true --cuda_graphs true",
     FAST: "--packing true --compile true",
-    "15_packing, 4 rows": "--pack_rows 4",
     "22_float8, not compiled": "--compile false",
 }
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits

@@ -47,7 +47,6 @@ CUTS = {  # counted
     "packed, rows of 1,024, one at a time": f"{PACKED} 1",
     "packed, rows of 1,024, 4,096 tokens": "--packing true --micro_batch_tokens 4096",
     "packed, rows of 1,024, 16,384 tokens": "--packing true --micro_batch_tokens 16384",
-    **{f"--pack_rows {rows}": f"--packing true --pack_rows {rows}" for rows in (1, 2, 4)},
 }
 MOVING = {  # rungs whose passes move weights; they cut 16,384 unpacked tokens less often
     "10_fsdp": {"strategy": "fsdp"},

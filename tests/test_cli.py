@@ -439,7 +439,6 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
      ("--resume nowhere", r"--resume nowhere: the folder does not exist"),
      ("--devices 2", r"runs on one; for more: src/9_ddp\.py"),
      ("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 1: .*"),
-     ("--packing true --pack_rows 32", r"--pack_rows 32 is above --batch_size 1: .*"),
      ("--task image-classification --image_size 32 --resize_to 16", r"--resize_to 16 is below"),
      ("--task image-classification", r"\(bloom\) has no form for --task image-classification"),
      ("--model ./model", r"there is no folder \./model$"),

@@ -30,13 +30,12 @@ def check_values(settings: Settings) -> None:
     Raises:
         UserError: A value cannot work.
     """
-    by_size = settings.micro_batch_tokens in (None, "auto")
-    for name, value in (("micro_batch_size", by_size and settings.micro_batch_size), ("pack_rows", settings.pack_rows)):
-        if value and value > settings.batch_size:
-            raise UserError(
-                f"--{name} {value} is above --batch_size {settings.batch_size}: it is a part of the effective batch; "
-                "lower it, or raise --batch_size too"
-            )
+    size = settings.micro_batch_size
+    if settings.micro_batch_tokens in (None, "auto") and size and size > settings.batch_size:
+        raise UserError(
+            f"--micro_batch_size {size} is above --batch_size {settings.batch_size}: it is a part of the effective "
+            "batch; lower it, or raise --batch_size too"
+        )
     if settings.gpu_memory_limit:
         read_size(settings.gpu_memory_limit, "--gpu_memory_limit")
     found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}

@@ -242,8 +242,6 @@ def _micro_batch(
 ) -> tuple[int | None, int | str | None]:
     """Return `micro_batch_size` and `micro_batch_tokens`; one of them is None."""
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
-    if settings.pack_rows:
-        return settings.pack_rows, None
     if tokens == "auto" and "micro_batch_tokens" not in given:
         if size and ("micro_batch_size" in given or size != script.get("micro_batch_size")):  # the user's own
             return size, None

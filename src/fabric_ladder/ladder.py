@@ -201,7 +201,7 @@ LADDER = (
                 None,
                 "keeps no gradients either",
                 options=("--step_in_backward", "true", "--micro_batch_tokens", "null"),
-                replaces=("micro_batch_size", "pack_rows"),
+                replaces=("micro_batch_size",),
                 when=lambda settings: (  # several would need all their activations together
                     settings.batch_size == 1 and not settings.step_in_backward
                 ),

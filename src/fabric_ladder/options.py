@@ -54,6 +54,7 @@ GONE = {  # settings of earlier versions
     "lora_init init_lora_weights peft_init_lora_weights": "adapters start with B = 0, as PEFT starts them",
     "lora_plus_ratio loraplus_lr_ratio": "all adapters have the rate of --learning_rate",
     "min_learning_rate min_lr": "--schedule linear and cosine end at 0",
+    "pack_rows": "use --micro_batch_size, which counts rows with --packing true",
     "rslora": "use --lora_alpha: rsLoRA's is --lora_alpha times the root of --lora_rank",
     "on_nan nan_limit stream_buffer": "leave it out",
 }

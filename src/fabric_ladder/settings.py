@@ -451,7 +451,7 @@ class Settings(DataSettings):
         None,
         "Samples of the effective batch on a device at the same time. Default: all.",
         at_least=1,
-        replaced_by="micro_batch_tokens pack_rows",
+        replaced_by="micro_batch_tokens",
         for_beginners=True,
         aliases={"{}": "micro_batch"},
     )
@@ -461,13 +461,11 @@ class Settings(DataSettings):
         "up to 16384 that the memory prediction allows, and halves it if memory runs out. It means 1024 on a CPU, "
         "where more is slower, and one sample on MPS.",
         at_least=1,
-        replaced_by="pack_rows",
     )
     eval_batch_tokens: int | None = micro_batch_setting(
         None,
         "Padded tokens of an evaluation batch per device. Default: 1024; on CUDA as in training, at least 4096.",
         at_least=1,
-        replaced_by="pack_rows",
     )
     pad_to_multiple_of: int | None = micro_batch_setting(
         None,
@@ -481,13 +479,6 @@ class Settings(DataSettings):
         "`micro_batch_size` then counts rows. On a CUDA GPU `step_in_backward` turns it on.",
         changes_memory=True,
         free_on_resume=False,
-    )
-    pack_rows: int | None = micro_batch_setting(
-        None,
-        "Make every batch of exactly N rows of `max_length` tokens, for kernels that are compiled for one shape; "
-        "replaces `micro_batch_size` and `eval_batch_tokens`.",
-        at_least=1,
-        needs="packing",
     )
     num_workers: int = micro_batch_setting(
         0,

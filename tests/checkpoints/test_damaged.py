@@ -47,7 +47,10 @@ def test_a_wrong_progress_file_is_refused(tmp_path, progress):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"packing": True, "pack_rows": 8, "loss_chunk": 256}, {"packing": True, "pack_rows": 4, "loss_chunk": 128}),
+        (
+            {"packing": True, "micro_batch_size": 8, "loss_chunk": 256},
+            {"packing": True, "micro_batch_size": 4, "loss_chunk": 128},
+        ),
         ({"activation_checkpointing": False}, {"activation_checkpointing": True}),
         ({}, {"micro_batch_size": 4, "num_workers": 1, "log_every": 8, "threads": 2, "save_every": 5, "devices": 2}),
     ],

@@ -114,7 +114,7 @@ def test_cut_and_shuffled_lines_give_no_figure_that_was_not_printed(text):
     [
         (4, {"matmul_precision": "high", "micro_batch_size": 4}),
         (1, {"micro_batch_size": None, "micro_batch_tokens": "auto", "packing": True}),
-        (4, {"packing": True, "pack_rows": 4, "max_length": 512, "precision": "bf16-mixed"}),
+        (4, {"packing": True, "micro_batch_size": 4, "max_length": 512, "precision": "bf16-mixed"}),
     ],
 )
 def test_the_header_has_the_settings(tmp_path, ranks, values):

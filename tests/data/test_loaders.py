@@ -75,16 +75,14 @@ def test_predicting_has_the_positions_before_trained_tokens(tmp_path, fabric, pa
 def test_a_packed_classifier_gets_the_spans_of_its_samples(tmp_path):
     datasets = token_datasets()
     samples = [datasets.splits["train"][row] for row in range(5)]
-    for values, shape in (({}, None), ({"pack_rows": 4}, (4, 96))):
-        settings = settings_for(tmp_path, packing=True, max_length=96, **values)
-        batch = TextCollator(datasets, "train", settings).micro_batch(MicroBatchPlan([0, 1, 2, 3, 4], 5, 1.0, [3, 2]))
-        assert set(batch.inputs) == {"input_ids", "position_ids", "labels", "spans"}
-        ids = batch.inputs["input_ids"].flatten()
-        assert shape in (None, batch.inputs["input_ids"].shape)
-        spans = batch.inputs["spans"].tolist()
-        assert [ids[start:end].tolist() for start, end in spans] == [sample["input_ids"] for sample in samples]
-        assert batch.inputs["labels"].tolist() == [sample["labels"] for sample in samples]
-        assert all(batch.inputs["position_ids"].flatten()[start] == 0 for start, _ in spans)
-        outside = [place for place in range(len(ids)) if not any(start <= place < end for start, end in spans)]
-        assert not ids[outside].any(), "all other tokens are padding"
-        assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())
+    settings = settings_for(tmp_path, packing=True, max_length=96)
+    batch = TextCollator(datasets, "train", settings).micro_batch(MicroBatchPlan([0, 1, 2, 3, 4], 5, 1.0, [3, 2]))
+    assert set(batch.inputs) == {"input_ids", "position_ids", "labels", "spans"}
+    ids = batch.inputs["input_ids"].flatten()
+    spans = batch.inputs["spans"].tolist()
+    assert [ids[start:end].tolist() for start, end in spans] == [sample["input_ids"] for sample in samples]
+    assert batch.inputs["labels"].tolist() == [sample["labels"] for sample in samples]
+    assert all(batch.inputs["position_ids"].flatten()[start] == 0 for start, _ in spans)
+    outside = [place for place in range(len(ids)) if not any(start <= place < end for start, end in spans)]
+    assert not ids[outside].any(), "all other tokens are padding"
+    assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())

@@ -159,14 +159,6 @@ def test_settings_that_cannot_be_planned_have_a_reason(tmp_path):
     assert len(read_candidates([("2_grad_accum", ())], unknown_blocks, 1)[0]) == 1
 
 
-def test_packed_rows_have_only_one_micro_batch(tmp_path):
-    (tmp_path / "rows.yaml").write_text("pack_rows: 2\n")
-    packed = [*bloom(tmp_path), "--packing", "true", "--max_length", "96"]
-    for rows in (["--pack_rows", "2"], ["--config", str(tmp_path / "rows.yaml")]):
-        (candidate,), _ = read_candidates([("2_grad_accum", ())], [*packed, *rows], 1)
-        assert (candidate.settings.pack_rows, candidate.micro_batches) == (2, (None,))
-
-
 def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
     options = bloom(tmp_path, 2)
     needed = {}

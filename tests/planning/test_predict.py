@@ -252,7 +252,6 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
     packed = {"packing": True, "max_length": 256, "eval_batch_tokens": 512}
     assert shapes(batch_size=5, micro_batch_size=2, **packed) == ([(2, 208), (1, 112)], [(2, 208)])
     assert shapes(batch_size=5, micro_batch_tokens=300, **packed)[0] == [(1, 208), (1, 208), (1, 112)]
-    assert shapes(batch_size=5, pack_rows=2, **packed) == ([(2, 256), (2, 256)], [(2, 256)])
     unset = replace(settings_for(tmp_path), eval_batch_tokens=None)
     assert largest_batches(unset, 100)[1][0].inputs["input_ids"].shape == (EVALUATED // 100, 100)
     assert shapes(batch_size=2, image_size=32, pad_to_multiple_of=8, eval_batch_tokens=300) == (

@@ -58,7 +58,6 @@ TECHNIQUES = {
     "LoRA, streamed layers": "--lora true --stream_layers true",
     "instruction tuning": INSTRUCTIONS,
     "packing": "--packing true --max_length 512",
-    "packing, rows of one shape": "--packing true --max_length 512 --pack_rows 1",
     "packing, instructions": f"{INSTRUCTIONS} --packing true",
     "instruction tuning, LoRA": f"{INSTRUCTIONS} --lora true",
     "save, sharded": "--save sharded",

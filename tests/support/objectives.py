@@ -26,7 +26,6 @@ CUTS = [
     {"micro_batch_tokens": 64},
     {"packing": True, "micro_batch_size": 2},
     {"packing": True, "micro_batch_tokens": 200, "pad_to_multiple_of": 8},
-    {"packing": True, "pack_rows": 2},
 ]
 
 

@@ -46,7 +46,6 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         # Apple's GPU has no 4-bit weights, no 8-bit Adam, no offload and no FSDP2
         ("13_lora", {"accelerator": "mps", "lora": True}, r"^(?!.*(14_qlora|11_fsdp)).*; --max_length"),
         ("16_bf16_that_learns", {"accelerator": "mps"}, r"^(?!.*(18_low|19_opt|11_fsdp)).*; --max_length"),
-        ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
         ("15_packing", {"micro_batch_size": 1, "packing": True}, NEXT + r"5_low_precision\.py --packing true, which"),
         ("18_low_bit_optimizer", {"micro_batch_size": 1, "optimizer": "adam-8bit"},
          NEXT + r"18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; --max_length"),

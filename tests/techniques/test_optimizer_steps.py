@@ -234,7 +234,7 @@ def check(settings):
         ({"step_in_backward": True, "max_grad_norm": 1.0}, "--max_grad_norm needs all gradients together"),
         ({"step_in_backward": True, "micro_batch_size": 1}, "must be one micro-batch"),
         ({"step_in_backward": True, "micro_batch_tokens": "auto"}, "must be one micro-batch"),
-        ({"step_in_backward": True, "pack_rows": 1, "packing": True}, "must be one micro-batch"),
+        ({"step_in_backward": True, "micro_batch_size": 1, "packing": True}, "must be one micro-batch"),
         ({"step_in_backward": True, "devices": 2}, "only on one device"),
         ({"optimizer_offload": True, "devices": 2}, "only on one device"),
         ({"optimizer_offload": True, "precision": "16-mixed"}, "not under 16-mixed"),

@@ -132,7 +132,6 @@ CASES = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16 with Kahan summation": {"precision": "bf16-true", "kahan_summation": True},
     "AdamW, clipped": {"max_grad_norm": 1.0, "optimizer": "adamw", "schedule": "cosine"},
-    "one shape": {"micro_batch_size": None, "pack_rows": 2},
     "not packed": {"packing": False},
     "class weights": {"class_weights": "balanced"},
 }

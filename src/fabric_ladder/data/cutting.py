@@ -99,10 +99,7 @@ def cut_by(
     size: int | None = None,
     tokens: int | None = None,
 ) -> list[list[MicroBatchPlan]]:
-    """Call `cut` with the packing and padding of the settings; `pack_rows` replaces `size` and `tokens`."""
-    if settings.pack_rows:
-        size = settings.pack_rows
-        tokens = None
+    """Call `cut` with the packing and padding of the settings."""
     capacity = settings.max_length if settings.packing else None
     how = size, tokens, settings.pad_to_multiple_of, capacity, settings.full_pass
     return cut(rows, lengths, items, ranks, *how)

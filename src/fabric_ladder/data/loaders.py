@@ -105,7 +105,6 @@ class TextCollator(Collator):
         super().__init__(datasets, name, settings)
         self.multiple = settings.pad_to_multiple_of
         self.tokenizer = datasets.tokenizer
-        self.fixed = (settings.pack_rows, settings.max_length) if settings.pack_rows else None
         self.compiled = settings.compile  # with and without a mask would be two graphs
         self.with_predicting = settings.task == "instruction-tuning"
         self.most = settings.batch_size if settings.replays and name == "train" else 0  # documents
@@ -119,7 +118,7 @@ class TextCollator(Collator):
         if plan.packs:
             ids = _joined(ids, plan.packs)
         lengths = [len(row) for row in ids]
-        shape = self.fixed or (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
+        shape = len(lengths), -(-max(lengths) // self.multiple) * self.multiple
         inputs = {"input_ids": _padded(ids, shape, self.tokenizer.pad_token_id)}
         spans = _spans(samples, plan.packs or [1] * len(samples), shape[1])
         if plan.packs:

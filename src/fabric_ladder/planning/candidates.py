@@ -112,7 +112,7 @@ def read_candidates(
         tokens = read_named_config(read_words(words), STANDARD).get("micro_batch_tokens")
         counted = {f"--{name}" for name, option in DEPENDENT.items() if option.means == BATCH}
         settled = given & {"--micro_batch_size", "--micro_batch_tokens", *counted} or tokens not in (None, "auto")
-        settled = settled or any(technique.size_setting(settings) for technique in used(settings))
+        settled = settled or any(technique.whole_batch for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
         batch = script_defaults(rung).get("batch_size", Settings.batch_size)
         usual = settings.batch_size == batch and settings.task == Settings.task  # as in the measured runs

@@ -72,7 +72,7 @@ def largest_batches(
 
     Args:
         settings: `task`, `devices`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
-            `pad_to_multiple_of`, `packing`, `pack_rows`, `max_length`.
+            `pad_to_multiple_of`, `packing`, `max_length`.
         length: Tokens of a sample. An image has a token for each patch and one for the class.
         image_size: Side of an image in pixels; None: the samples are texts.
         classes: Number of outputs of a classifier or of a regression.
@@ -88,8 +88,6 @@ def largest_batches(
         items = samples = len(plan.rows)
         rows, lengths = len(plan.packs or plan.rows), np.full(plan.rows.max() + 1, length)
         padded = plan.padded(lengths, settings.pad_to_multiple_of)
-        if settings.pack_rows:
-            rows, padded = settings.pack_rows, settings.pack_rows * settings.max_length
         labels = {"labels": torch.empty(samples, dtype=torch.long, device="meta")}
         if kind:
             labels = kind.blank(samples, length)

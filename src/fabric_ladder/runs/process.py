@@ -32,6 +32,6 @@ def chosen_kernels(settings: Settings) -> tuple[str, ...]:
     """Return the attention kernels of a run in PyTorch's order; empty without a CUDA GPU."""
     if settings.accelerator != "cuda" or settings.attention != "fused":
         return ()
-    fixed_length = settings.task == "image-classification" or settings.pack_rows is not None
+    fixed_length = settings.task == "image-classification"
     cudnn = torch.backends.cudnn.version()
     return attention_kernels(settings.precision, compute_capability(), cudnn, fixed_length, settings.deterministic)

@@ -136,12 +136,10 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
 
 def _size_setting(settings: Settings, phase: str | None, shape: tuple[int, ...]) -> str:
     """Return the setting that limits the batch of that phase."""
-    evaluating = phase == "the evaluation"
-    for technique in used(settings):
-        if name := technique.size_setting(settings, evaluating):
-            return name
-    if evaluating:
+    if phase == "the evaluation":
         return "eval_batch_tokens"
+    if any(technique.whole_batch for technique in used(settings)):
+        return "batch_size"
     counts_tokens = not shape or (len(shape) == 2 and settings.micro_batch_tokens != "auto")  # images are counted
     return "micro_batch_tokens" if settings.micro_batch_tokens and counts_tokens else "micro_batch_size"
 

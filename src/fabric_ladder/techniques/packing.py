@@ -169,11 +169,7 @@ class Packing(Technique):
             return f"batch {settings.batch_size} in packed micro-batches of {settings.micro_batch_tokens} tokens"
         devices = f"{ranks} x " if ranks > 1 else ""
         rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
-        most = "" if settings.pack_rows else "up to "
-        return f"batch {settings.batch_size} packed, {rows} of {most}{settings.max_length} tokens at once"
-
-    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
-        return "pack_rows" if settings.pack_rows else None
+        return f"batch {settings.batch_size} packed, {rows} of up to {settings.max_length} tokens at once"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         support_packing(model, settings.max_length)

@@ -30,6 +30,7 @@ class Technique:
         keeps_passes: Whether gradients stay from step to step, and so does the memory of a pass.
         state_on_device: Whether the optimizer's state is on the device.
         recomputes: Whether the backward pass repeats the forward pass.
+        whole_batch: Whether the effective batch is one micro-batch.
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
 
@@ -44,6 +45,7 @@ class Technique:
     keeps_passes: bool = False
     state_on_device: bool = True
     recomputes: bool = False
+    whole_batch: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -89,10 +91,6 @@ class Technique:
 
     def describe_batch(self, settings: Settings, ranks: int) -> str | None:
         """Return the words of the header line about the effective batch, if they are the technique's own."""
-        return None
-
-    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
-        """Return the setting that limits how much is in memory at a time, if it is not one of the micro-batch's."""
         return None
 
     def packages(self, settings: Settings) -> tuple[str, ...]:

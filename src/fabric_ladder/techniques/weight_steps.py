@@ -179,13 +179,11 @@ class StepInBackward(_StepsByWeight):
     """Update each weight inside the backward pass, and free its gradient immediately."""
 
     frees_gradients = True
+    whole_batch = True
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:
         """Return packing: samples of all lengths are in one pass, padded to the longest."""
         return {"packing": "a pass of the whole effective batch is mostly padding"} if settings.batch_size > 1 else {}
-
-    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
-        return None if evaluates else "batch_size"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if reason := super().reason_against(settings, capability):
@@ -193,11 +191,11 @@ class StepInBackward(_StepsByWeight):
         if settings.max_grad_norm:
             return "--max_grad_norm needs all gradients together, but each is freed before the next; leave one out"
         size = settings.micro_batch_size or settings.batch_size
-        several = settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size
+        several = settings.micro_batch_tokens or size < settings.batch_size
         if settings.batch_size > 1 and several:
             return (
                 "the effective batch must be one micro-batch, or gradients would have to be kept and added up; leave "
-                "out --micro_batch_size, --micro_batch_tokens and --pack_rows, or lower --batch_size"
+                "out --micro_batch_size and --micro_batch_tokens, or lower --batch_size"
             )
         return None
 

@@ -40,8 +40,6 @@ def _training_parts(training: Training) -> list[MicroBatchPlan]:
     samples are packed, any epoch may have both.
     """
     settings, sampler = training.settings, training.train_loader.sampler
-    if settings.pack_rows:  # one shape
-        return [MicroBatchPlan([0], 1, 1.0, [1])]
     if settings.micro_batch_tokens or (settings.packing and settings.micro_batch_size > 1):
         rows = list(range(min(2, len(sampler.lengths))))
         parts = [
