@@ -56,12 +56,6 @@ class Planned(NamedTuple):
     settings: Settings
 
 
-def combinations(search: list[tuple[str, list[str]]]) -> list[dict[str, str]]:
-    """Return all combinations of the searched values, by the names of the settings."""
-    names = [name for name, _ in search]
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in search))]
-
-
 def in_words(values: dict[str, str]) -> list[str]:
     """Return values as words of a command line."""
     return [word for name, value in values.items() for word in (f"--{name}", value)]
@@ -124,7 +118,9 @@ def make_plan(arguments: argparse.Namespace, options: list[str]) -> list[Planned
         UserError: No run is possible.
     """
     plan, reasons = [], {}
-    for rung, values in itertools.product(arguments.rungs or RUNGS, combinations(arguments.search)):
+    tried = [[(name, value) for value in values] for name, values in arguments.search]
+    for rung, *pairs in itertools.product(arguments.rungs or RUNGS, *tried):
+        values = dict(pairs)
         kept = drop_unneeded([*options, *in_words(values)], script_defaults(rung.stem))
         # a searched value without effect stays, and is refused
         words = [*without_options(kept, values), *in_words(values), "--seed"]

@@ -2,7 +2,6 @@
 
 import io
 import textwrap
-from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -34,15 +33,8 @@ STYLE = {
 }
 
 
-class Chart(NamedTuple):
-    """A drawn chart: its title, and its content as an SVG file."""
-
-    title: str
-    content: bytes
-
-
-def draw_charts(comparison: Comparison) -> list[Chart]:
-    """Return all charts whose figures are known."""
+def draw_charts(comparison: Comparison) -> dict[str, bytes]:
+    """Return all charts whose figures are known, as SVG files by their titles."""
     rows = comparison.rows
     columns = {column.key: column for column in comparison.columns}
     with rc_context(STYLE):
@@ -56,17 +48,17 @@ def draw_charts(comparison: Comparison) -> list[Chart]:
             figures.append(_dots(rows, columns["test_accuracy"], "Test accuracy with Wilson's 95 % interval"))
         if "test_mse" in columns:
             figures.append(_dots(rows, columns["test_mse"], "Mean squared error of the test"))
-        return [_save(figure, comparison.warning) for figure in figures if figure]
+        return {each.axes[0].get_title(loc="left"): _save(each, comparison.warning) for each in figures if each}
 
 
-def _save(figure: Figure, warning: str) -> Chart:
+def _save(figure: Figure, warning: str) -> bytes:
     if warning:
         lines = [figure.axes[0].get_xlabel(), *textwrap.wrap(warning, 58)]
         figure.axes[0].set_xlabel("\n".join(lines), loc="left")
         figure.set_figheight(figure.get_figheight() + 0.15 * len(lines))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return Chart(figure.axes[0].get_title(loc="left"), buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _curves(rows: list[Row], name: str, title: str, unit: str) -> Figure | None:

@@ -24,9 +24,9 @@ def to_html(comparison: Comparison) -> str:
     parts += [_table(pd.DataFrame({"": facts.values()}, facts.keys()))] if facts else []
     parts += [_table(figures_table(comparison)), _note(footnote(comparison))]
     parts.append('<div class="charts">')
-    for chart in draw_charts(comparison):
-        source = f"data:image/svg+xml;base64,{b64encode(chart.content).decode()}"
-        parts.append(f'<img src="{source}" alt="{escape(chart.title)}">')
+    for name, content in draw_charts(comparison).items():
+        source = f"data:image/svg+xml;base64,{b64encode(content).decode()}"
+        parts.append(f'<img src="{source}" alt="{escape(name)}">')
     parts.append("</div>")
     for row in rows:
         if row.confusion is not None:

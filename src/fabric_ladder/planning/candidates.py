@@ -1,6 +1,5 @@
 """Candidates of the planner: rungs with options, their settings and their measured speeds."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -141,7 +140,9 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if "deepspeed" in defaults:
         in_file = {name: value for name, value in settings_in_file(deepspeed).items() if name not in given}
         precision = in_file.pop("precision", precision)
-        options = [*without_options(options, ["deepspeed"]), *_as_options(in_file)]
+        options = without_options(options, ["deepspeed"])
+        for name, value in in_file.items():
+            options += as_words(name, "null" if value is None else str(value))
         defaults = defaults | {"deepspeed": None}
     if precision == "16-mixed":
         here += ["--precision", "mixed"]
@@ -170,12 +171,6 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if reason := unpredictable(settings):
         raise UserError(f"--precision {settings.precision}: {reason}; plan for bf16-mixed")
     return settings
-
-
-def _as_options(values: dict[str, object]) -> list[str]:
-    """Return settings as words of a command line."""
-    words = (as_words(name, "null" if value is None else str(value)) for name, value in values.items())
-    return [*itertools.chain.from_iterable(words)]
 
 
 def _count_on_one_device(options: list[str], gpus: int) -> list[str]:

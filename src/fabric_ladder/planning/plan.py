@@ -64,14 +64,6 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
     return Machine(gpu, gpus, host_memory), notes
 
 
-def _check_options(given: dict[str, object]) -> None:
-    """Refuse settings of a run that have no effect on a plan."""
-    if "check_only" in given:
-        raise UserError("--check_only checks one rung's start: give it to the rung's script")
-    if given.get("accelerator") in ("cpu", "mps"):
-        raise UserError(f"--accelerator {given['accelerator']}: plans are for CUDA GPUs; leave it out")
-
-
 def _with_length(options: list[str], length: int | None) -> list[str]:
     """Return the options with the length of the samples as `max_length`, where that of the settings does not suit it.
 
@@ -145,7 +137,11 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
         UserError: No rung can be planned.
     """
     machine, about_machine = find_machine(arguments)
-    _check_options(read_words(options))
+    given = read_words(options)
+    if "check_only" in given:
+        raise UserError("--check_only checks one rung's start: give it to the rung's script")
+    if given.get("accelerator") in ("cpu", "mps"):
+        raise UserError(f"--accelerator {given['accelerator']}: plans are for CUDA GPUs; leave it out")
     options = _with_length(options, arguments.length)
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)
     if not choices:

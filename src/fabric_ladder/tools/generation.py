@@ -197,12 +197,8 @@ def load_language_model(
     model = load_result(result, dtype=dtype, quantization=quantization)
     fuse_attention(model)
     fuse_gelu(model)
-    return model, _tokenizer_of(result)
-
-
-def _tokenizer_of(result: Result) -> PreTrainedTokenizerBase:
     own = not result.adapter or result.has("tokenizer.json", "tokenizer_config.json")
-    return load_tokenizer(result.folder.as_posix() if own else base_name(result))
+    return model, load_tokenizer(result.folder.as_posix() if own else base_name(result))
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat: bool) -> str:
