@@ -96,12 +96,35 @@ def download_file(url: str, sha256: str, folder: Path, name: str, instead: str =
 def load_dataset_into_to_dataframe(data_dir: "str | Path | None" = None) -> pd.DataFrame:
     """Return all 50,000 reviews with the columns `text` and `label` (0 negative, 1 positive), in the blog's order.
 
-    Every row has the index 0, as in the blog, which joins one frame per review.
+    The order is test before train, pos before neg, then by name. Every row has the index 0, as in the blog, which joins
+    one frame per review.
 
     Raises:
         UserError: The archive is damaged, or it does not hold 50,000 labelled reviews.
     """
-    return _read_imdb(download_dataset(data_dir), IMDB_REVIEWS)
+    source = download_dataset(data_dir)
+    member = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/([^/]+\.txt)")
+    reviews = {}
+    try:
+        if source.is_dir():
+            for path in source.glob("*/*/*.txt"):
+                if found := member.fullmatch(f"aclImdb/{path.relative_to(source).as_posix()}"):
+                    reviews[found.groups()] = path.read_bytes()
+        else:
+            with tarfile.open(source, "r|gz") as archive:
+                for entry in archive:
+                    if entry.isfile() and (found := member.fullmatch(entry.name)):
+                        reviews[found.groups()] = archive.extractfile(entry).read()
+                    archive.members.clear()  # otherwise `tarfile` keeps 100 MB of headers
+        order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
+        rows = [(_decode(reviews.pop(key)), int(key[1] == "pos")) for key in order]  # `pop` frees each review's bytes
+    except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{source} is damaged ({error}): delete it and download it again") from error
+    if len(rows) != IMDB_REVIEWS:
+        raise UserError(
+            f"{source} holds {len(rows):,} reviews instead of {IMDB_REVIEWS:,}: delete it and download it again"
+        )
+    return pd.DataFrame(rows, columns=["text", "label"], index=np.zeros(len(rows), int))
 
 
 def partition_dataset(df: pd.DataFrame) -> None:
@@ -143,32 +166,6 @@ def split_reviews(df: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.Data
     first = len(df) * 7 // 10
     second = len(df) * 8 // 10
     return shuffled.iloc[:first], shuffled.iloc[first:second], shuffled.iloc[second:]
-
-
-def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
-    """Read an archive or an unpacked folder, in the blog's order: test before train, pos before neg, then by name."""
-    member = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/([^/]+\.txt)")
-    reviews = {}
-    try:
-        if source.is_dir():
-            for path in source.glob("*/*/*.txt"):
-                if found := member.fullmatch(f"aclImdb/{path.relative_to(source).as_posix()}"):
-                    reviews[found.groups()] = path.read_bytes()
-        else:
-            with tarfile.open(source, "r|gz") as archive:
-                for entry in archive:
-                    if entry.isfile() and (found := member.fullmatch(entry.name)):
-                        reviews[found.groups()] = archive.extractfile(entry).read()
-                    archive.members.clear()  # otherwise `tarfile` keeps 100 MB of headers
-        order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
-        rows = [(_decode(reviews.pop(key)), int(key[1] == "pos")) for key in order]  # `pop` frees each review's bytes
-    except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source} is damaged ({error}): delete it and download it again") from error
-    if len(rows) != expected:
-        raise UserError(
-            f"{source} holds {len(rows):,} reviews instead of {expected:,}: delete it and download it again"
-        )
-    return pd.DataFrame(rows, columns=["text", "label"], index=np.zeros(len(rows), int))
 
 
 def _decode(review: bytes) -> str:

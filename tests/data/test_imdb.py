@@ -66,7 +66,8 @@ def test_the_csv_files_are_byte_by_byte_those_of_the_blogs_own_code(unpacked, mo
 
     for name in expected:
         (tmp_path / name).unlink()
-    partition_dataset(module._read_imdb(unpacked, 241))
+    monkeypatch.setattr(module, "IMDB_REVIEWS", 241)
+    partition_dataset(load_dataset_into_to_dataframe(tmp_path))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == expected
 
 

@@ -51,8 +51,8 @@ class LabelKind(Objective):
         """Return the type of the labels, and a function that returns a row's labels or raises ValueError."""
         raise NotImplementedError
 
-    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-        """Join the tables of each split, turn `label` into the numbers in `labels`, and set `names`."""
+    def number(self, splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
+        """Return the splits with numbers in `labels` in place of `label`, and set `names`."""
         raise NotImplementedError
 
     def blank(self, samples: int, length: int) -> dict[str, Tensor]:

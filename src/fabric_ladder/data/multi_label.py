@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import Metric
 from torchmetrics.classification import MultilabelStatScores
 
-from fabric_ladder.data.label_kind import Described, LabelKind, class_lines, describe_f1, join, matrix, percent
+from fabric_ladder.data.label_kind import Described, LabelKind, class_lines, describe_f1, matrix, percent
 from fabric_ladder.data.labels import (
     PRINTED,
     class_numbers,
@@ -47,8 +47,7 @@ class MultiLabel(LabelKind):
             return hf.Sequence(feature), lambda row: class_numbers(row.get(column), column, feature.num_classes)
         return hf.Sequence(hf.Value("string")), lambda row: _labels(row.get(column), column)
 
-    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-        splits = join(tables, settings.label_column)
+    def number(self, splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
         columns = self.columns(settings)
         if len(columns) > 1:
             self.names = list(columns)

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torchmetrics import MetricCollection
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 
-from fabric_ladder.data.label_kind import Described, LabelKind, join, matrix, without_nan
+from fabric_ladder.data.label_kind import Described, LabelKind, matrix, without_nan
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.rows import shown
 from fabric_ladder.environment import NO_FLOAT64
@@ -34,10 +34,9 @@ class Regression(LabelKind):
         columns = self.columns(settings)
         return hf.Sequence(hf.Value("float64")), lambda row: [_number(row.get(column), column) for column in columns]
 
-    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
+    def number(self, splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
         self.names = list(self.columns(settings))
-        joined = join(tables, settings.label_column)
-        splits = {split: table.rename_column("label", "labels") for split, table in joined.items()}
+        splits = {split: table.rename_column("label", "labels") for split, table in splits.items()}
         numbers = matrix(splits["train"])
         for name, first, spread in zip(self.names, numbers[0], np.ptp(numbers, axis=0), strict=True):
             if spread == 0 and len(numbers) > 1:

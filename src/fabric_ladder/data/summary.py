@@ -62,10 +62,9 @@ def complete(
         ]
     else:
         rows = sum(map(len, read.values()))
-        whole = rows == sum(map(len, splits.values()))
-        parts = counts.values() if whole else (count_classes(table, class_names, kind) for table in read.values())
+        whole = sum((count_classes(table, class_names, kind) for table in read.values()), Counter())
         sizes = ", ".join(f"{split} {len(table):,}" for split, table in splits.items())
-        summary = [f"{summary_line(name, rows, columns, sum(parts, Counter()), unit)} · {sizes}"]
+        summary = [f"{summary_line(name, rows, columns, whole, unit)} · {sizes}"]
     notices = [*notices, *_name_untrained(counts["train"], settings), *_copied_texts(splits)]
     return ReadData(splits, class_names, summary, notices)
 

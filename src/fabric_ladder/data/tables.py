@@ -47,7 +47,7 @@ def read_splits(
         settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels), labels
     )
     if kind:
-        return kind.number(parts, settings), kind.names, [*notices, *kind.notices]
+        return kind.number(join(parts, settings.label_column), settings), kind.names, [*notices, *kind.notices]
     splits = join_parts(parts, settings.label_column, notices)
     return *number_labels(splits, "texts"), notices
 
@@ -66,15 +66,12 @@ def check_texts(
     for column in (*texts, *labels):
         check_column(columns, column, name)
     feature, label_of = kind.reader(settings, features) if kind else label_reader(settings.label_column, features)
-    check = partial(_join_texts, name, columns=texts, label_of=label_of)
+
+    def check(location: str, row: dict) -> dict:
+        return {"text": join_texts(row, texts), "label": label_of(row), "location": f"{name}, {location}"}
+
     text = hf.Value("string")
     return check, hf.Features({"text": text, "label": feature, "location": text}).arrow_schema
-
-
-def _join_texts(
-    name: str, location: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str | list]
-) -> dict:
-    return {"text": join_texts(row, columns), "label": label_of(row), "location": f"{name}, {location}"}
 
 
 def join_texts(row: dict, columns: Sequence[str]) -> str:

@@ -27,7 +27,6 @@ from fabric_ladder.data.label_kind import (
     class_lines,
     describe_f1,
     describe_imbalance,
-    join,
     percent,
 )
 from fabric_ladder.data.labels import (
@@ -78,8 +77,7 @@ class WordLabels(LabelKind):
             )
         return hf.List(hf.Value("string")), lambda row: label_texts(word_list(row, column), column)
 
-    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-        splits = join(tables, self.columns(settings)[0])
+    def number(self, splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
         columns = self.columns(settings)
         values, self.names, self.notices = find_classes(splits["train"], *columns, several="", ignored=UNLABELLED)
         named = isinstance(splits["train"].features["label"].feature, hf.ClassLabel)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens, write_batches
 from fabric_ladder.data.instructions import FEATURES
+from fabric_ladder.data.label_kind import join
 from fabric_ladder.data.reviews import REVIEWS
 from fabric_ladder.data.rows import SENTENCE, note_bad_samples, read_parts, reading, shown
 from fabric_ladder.data.splits import IGNORED
@@ -151,7 +152,7 @@ def read_words(
     parts = read_parts(settings, source, scratch, notices, check_for, (text, label), (label,))
     for split, tables in parts.items():
         parts[split] = [_group(table, scratch / f"{split}-{number}-grouped") for number, table in enumerate(tables)]
-    return kind.number(parts, settings), [*notices, *kind.notices]
+    return kind.number(join(parts, label), settings), [*notices, *kind.notices]
 
 
 def _find_blocks(
