@@ -1,4 +1,4 @@
-"""Several machines: two torchruns, Slurm's environment variables, and the files for clouds."""
+"""Several machines: torchrun, Slurm's environment variables, and the files for clouds."""
 
 import os
 import re
@@ -19,50 +19,27 @@ from fabric_ladder.distributed.launch import check_launcher, command_line, find_
 from fabric_ladder.techniques.advice import less_memory
 
 BIN = os.path.dirname(sys.executable)
-TORCHRUN = os.path.join(BIN, "torchrun")
 CLOUD = ROOT / "configs" / "cloud"
 
 
-def wait(processes):
-    outputs = [process.communicate(timeout=240) for process in processes]
-    for process, (_, stderr) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, stderr[-3000:]
-    return [stdout for stdout, _ in outputs]
-
-
-def start(command, cwd, **environment):
-    cwd.mkdir()
-    environment = os.environ | ONE_THREAD | environment
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-@pytest.mark.slow
-def test_two_torchruns_give_the_losses_of_one_process(run, tmp_path):
-    meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    processes = []
-    for number in (0, 1):
-        launcher = [TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", *meeting]
-        processes.append(start([*launcher, str(SRC / "10_fsdp.py"), *SIZES], tmp_path / str(number)))
-    stdout = wait(processes)
-    assert "batch 16 = 2 x 4 x 2" in stdout[0]
-    assert "Test accuracy" not in stdout[1], "only rank 0 prints"
-    same(run("2_grad_accum", 1)[0], tmp_path / "0" / "runs" / "10_fsdp" / "1")
-
-
-def slurm(rank, **more):
+def slurm(rank):
     tasks = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"}
     tasks |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     node = {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_ID": "2951", "SLURM_JOB_NAME": "ladder"}
-    return tasks | node | more
+    return tasks | node
 
 
 @pytest.mark.slow
 def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
-    command = [sys.executable, str(SRC / "9_ddp.py"), *SIZES]
-    stdout = wait([start(command, tmp_path / str(rank), **slurm(rank)) for rank in (0, 1)])
-    assert "batch 16 = 2 x 4 x 2" in stdout[0]
+    command, processes = [sys.executable, str(SRC / "9_ddp.py"), *SIZES], []
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        environment = os.environ | ONE_THREAD | slurm(rank)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, cwd=tmp_path / str(rank), env=environment, **pipes))
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs[0][1][-3000:]
+    assert "batch 16 = 2 x 4 x 2" in outputs[0][0]
     same(run("2_grad_accum", 1)[0], tmp_path / "0" / "runs" / "9_ddp" / "1")
 
 

@@ -1,9 +1,10 @@
 """Runs of rungs on several numbers of processes: their sizes, and how to compare them."""
 
-import csv
 import json
 
 import pytest
+
+from support.training import column
 
 # 101 = 6 x 16 + 5 training samples: the last batch gives three ranks 2, 2 and 1; 33 test samples are odd for all
 SIZES = "--train_samples 101 --validation_samples 21 --test_samples 33 --log_every 1 --eval_batch_tokens 400".split()
@@ -13,10 +14,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 def read(folder):
     """Return the losses and learning rates of all steps, and the results in run.json."""
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["loss"]]
-    losses, rates = ([float(row[name]) for row in rows] for name in ("loss", "learning_rate"))
-    return losses, rates, json.loads((folder / "run.json").read_text())["results"]
+    results = json.loads((folder / "run.json").read_text())["results"]
+    return column(folder, "loss"), column(folder, "learning_rate"), results
 
 
 def same(first, second, abs=1e-5):

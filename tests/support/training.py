@@ -42,10 +42,15 @@ def two(cwd, rooms, rung, *arguments):
     return [(*process.communicate(timeout=200), process.returncode) for process in ranks]
 
 
+def column(folder, name):
+    """Return a column of a run's metrics.csv, in full precision, for the rows with a loss."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row["loss"]]
+
+
 def read(cwd, rung):
-    with open(cwd / "runs" / rung / "1" / "metrics.csv", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-    return losses, json.loads((cwd / "runs" / rung / "1" / "run.json").read_text())
+    folder = cwd / "runs" / rung / "1"
+    return column(folder, "loss"), json.loads((folder / "run.json").read_text())
 
 
 def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepare=None, plugin=None, **values):
@@ -67,14 +72,8 @@ def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepa
     return run, model
 
 
-def printed(run, column):
-    """Return a column of a run's metrics.csv, in full precision, for the rows with a loss."""
-    with open(run.folder / "metrics.csv", newline="") as file:
-        return [float(row[column]) for row in csv.DictReader(file) if row["loss"]]
-
-
 def losses(run):
-    return printed(run, "loss")
+    return column(run.folder, "loss")
 
 
 def poison(training):

@@ -1,6 +1,5 @@
 """torch.compile by layers: all compiling happens before the first step, once for all layers."""
 
-import csv
 import os
 from functools import partialmethod
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import settings_for, tiny_model, token_datasets
+from support.training import losses
 from torch import nn
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
@@ -47,18 +47,17 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     run.log_loss = lambda *figures: (graphs.append(run.throughput.state_dict()["compiled"][1]), log_loss(*figures))
     training = train(run, model, fabric.setup_optimizers(build_optimizer(settings, model)), *loaders[:2])
     evaluate(training, loaders[2])
-    with open(run.folder / "metrics.csv", newline="") as file:
-        return graphs, [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    return graphs, losses(run)
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
     """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
     kind, values, expected = CUTS[name]
-    graphs, losses = compiled_run(tmp_path, monkeypatch, kind, **values)
+    graphs, found = compiled_run(tmp_path, monkeypatch, kind, **values)
     assert graphs == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
     _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
-    assert losses == pytest.approx(plain, abs=1e-5)
+    assert found == pytest.approx(plain, abs=1e-5)
 
 
 def test_a_first_length_that_equals_the_width_stays_dynamic(tmp_path, monkeypatch):

@@ -121,16 +121,6 @@ def test_the_losses_are_those_of_a_model_frozen_by_hand(tmp_path, way, kind, tas
         assert torch.equal(weight.float(), before[name].to(weight.dtype).float()) != (name in trained(model)), name
 
 
-@pytest.mark.slow
-def test_compiled_blocks_are_frozen_too(tmp_path):
-    plain, compiled = (
-        run_training(tmp_path, made(settings_of(tmp_path, train_blocks="last:1", compile=compile_it)))
-        for compile_it in (False, True)
-    )
-    assert losses(compiled[0]) == pytest.approx(losses(plain[0]), rel=1e-5)
-    assert trained(compiled[1].module) == trained(plain[1].module)
-
-
 def step(settings, training):
     """Return the model after an effective batch, its optimizer, and the bytes of the tensors that autograd kept."""
     fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)

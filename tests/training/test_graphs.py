@@ -1,6 +1,5 @@
 """Replayed passes change no bit; tapes of operations take the place of CUDA graphs on a CPU."""
 
-import csv
 import re
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,7 +21,7 @@ from support.helpers import (
     token_datasets,
 )
 from support.tape import Copies, Tape, TapeRecorder
-from support.training import losses, run_training
+from support.training import column, losses, run_training
 from transformers import AutoConfig, AutoModelForSequenceClassification, BloomConfig
 from transformers.utils import import_utils
 
@@ -156,9 +155,8 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
     assert f"CUDA graphs: {taped[0].recorded} recorded" in (run.folder.parent / "1" / "log.txt").read_text()
 
 
-def first_losses(cwd, rung):
-    with open(cwd / "runs" / rung / "1" / "metrics.csv", newline="") as file:
-        return [row["loss"] for row in csv.DictReader(file) if row["loss"]]
+def losses_of(cwd, rung):
+    return column(cwd / "runs" / rung / "1", "loss")
 
 
 def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
@@ -166,7 +164,7 @@ def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
     options = (*SMALL, "--micro_batch_tokens", 128)
     finished(run_script(SRC / "15_packing.py", *options, cwd=tmp_path))
     text = finished(run_script(TAPED, "filled", "27_cuda_graphs", *options, cwd=tmp_path))
-    expected, taped = (list(map(float, first_losses(tmp_path, name))) for name in ("15_packing", "27_cuda_graphs"))
+    expected, taped = (losses_of(tmp_path, name) for name in ("15_packing", "27_cuda_graphs"))
     assert len(expected) == 6
     # fillers give the head another number of rows, whose product may be rounded otherwise
     assert taped == pytest.approx(expected, rel=1e-3)
@@ -186,7 +184,7 @@ def test_a_technique_under_replays_changes_no_bit(tmp_path, options):
         (tmp_path / replays).mkdir()
         more = (*SMALL, "--micro_batch_tokens", 256, "--epochs", 2, "--cuda_graphs", replays, *options.split())
         finished(run_script(TAPED, "exact", "27_cuda_graphs", *more, cwd=tmp_path / replays))
-        found.append(first_losses(tmp_path / replays, "27_cuda_graphs"))
+        found.append(losses_of(tmp_path / replays, "27_cuda_graphs"))
     assert found[0] == found[1]
     assert len(found[0]) == 12
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import free_port, relative_error, settings_for, tiny_model, token_datasets
-from support.training import losses, printed, run_training
+from support.training import column, losses, run_training
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import build_dataloaders
@@ -132,7 +132,7 @@ def test_schedules_count_optimizer_steps_and_reach_their_end(tmp_path, schedule,
         after.step()
     assert rates == pytest.approx([0.1 * (step + 1) / (warmup + 1) for step in range(warmup)] + expected[:-1])
     assert len(rates) == steps
-    assert printed(run, "learning_rate")[-1] == pytest.approx(0.1 if schedule == "constant" else 0, abs=1e-12)
+    assert column(run.folder, "learning_rate")[-1] == pytest.approx(0.1 if schedule == "constant" else 0, abs=1e-12)
 
 
 def test_an_optimizer_of_other_parameters_raises_an_error(tmp_path):

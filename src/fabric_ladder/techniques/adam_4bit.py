@@ -51,7 +51,6 @@ class AdamByParts(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the weights that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

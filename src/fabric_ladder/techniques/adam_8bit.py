@@ -13,7 +13,6 @@ class Adam8bit(bitsandbytes.optim.Adam8bit):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the weights that have a gradient."""
         if not self.initialized:
             self.to_gpu()  # moves state that was read before
             self.initialized = True

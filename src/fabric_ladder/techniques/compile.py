@@ -135,5 +135,4 @@ class Compile(Technique):
         return model
 
     def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings that compile nothing: compiled code keeps at most the same tensors."""
-        return replace(settings, compile=False)
+        return replace(settings, compile=False)  # compiled code keeps at most the same tensors

@@ -32,7 +32,6 @@ class Kahan(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the weights that have a gradient."""
         decays = [group["weight_decay"] for group in self.param_groups]
         stepped = [
             parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None

@@ -37,7 +37,6 @@ class SinkGD(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the weights that have a gradient."""
         for group in self.param_groups:
             decay_weights(group)
             for parameter in group["params"]:

@@ -62,7 +62,6 @@ class WeightSteps(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the weights that have a gradient."""
         if not self.offloads:
             super().step()
             return

@@ -171,14 +171,6 @@ class Training:
     """Everything that an optimizer step needs, and what ends a run; `train` makes it and `evaluate` takes it.
 
     Attributes:
-        run: Prints and records.
-        fabric: For the device and the ranks.
-        settings: The settings of the run.
-        model: Set up by Fabric.
-        optimizer: Set up by Fabric.
-        train_loader: Yields effective batches.
-        val_loader: Yields micro-batches.
-        state: The position of the training.
         checkpointer: Writes and reads checkpoints.
         stop_request: Catches signals.
         graphs: Replay passes; None: without `cuda_graphs`, or on a device without graphs.
