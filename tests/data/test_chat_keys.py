@@ -113,9 +113,12 @@ def test_other_roles_parts_and_chats_that_begin_with_the_assistant_are_read(load
 
 
 def test_columns_and_keys_that_are_not_used_are_named(load, save, tokenizers):
-    many = [{"messages": [turn("user", "a", id=1, train=True), turn("assistant", "b")], "source": "x"}] * 10
-    line = "Columns, and keys of messages, that are not used: source, train (user)"
-    assert besides_copies(load(many, tokenizer=save())) == [line]
+    many = [{"messages": [turn("user", "<image>", id=1, train=True), turn("assistant", "b")], "source": "x"}] * 10
+    assert besides_copies(load(many, tokenizer=save())) == [
+        "Columns, and keys of messages, that are not used: source, train (user)",
+        "10 of 10 samples have <image>, <video> or <audio> in a text, which is trained as a text",
+        "The chat template does not write these keys of messages: id (user)",
+    ]
     named = [row | {"category": "x", "id": "", "late": None} for row in rows()]
     line = "Columns, and keys of messages, that are not used: category"
     assert load(named, tokenizer=tokenizers["trained"]).notices == [line]

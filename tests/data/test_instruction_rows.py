@@ -57,11 +57,12 @@ def test_other_names_of_the_columns_give_the_same_rows():
         assert expected.items() <= check("line 1", row).items()
 
 
-def test_sharegpt_conversations_give_the_tokens_of_messages(tmp_path, load, tokenizers):
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_sharegpt_conversations_give_the_tokens_of_messages(tmp_path, load, tokenizers, kind):
     speakers = {"user": "human", "assistant": "gpt", "system": "system"}
     conversations = [{"id": "1", "conversations": [{"from": speakers[turn["role"]], "value": turn["content"]}
                                                    for turn in chat["messages"]]} for chat in chats()]  # fmt: skip
-    path = write_rows(conversations, tmp_path / "conversations.parquet")
+    path = write_rows(conversations, tmp_path / f"conversations.{kind}")
     first, second = (load(content, tokenizer=tokenizers["trained"]) for content in (chats(), path))
     assert first.fingerprint == second.fingerprint
     named = [{"conversations": chat["messages"]} for chat in chats()]

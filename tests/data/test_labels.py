@@ -10,7 +10,7 @@ from support.data_files import write_rows
 
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.labels import check_labels
-from fabric_ladder.data.tables import complete_splits, join_parts, number_labels
+from fabric_ladder.data.tables import complete_splits, number_labels
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
@@ -25,9 +25,8 @@ def write_labels(path, labels, rows=40):
      (["10", "9", "2.0"], ["2", "9", "10"]), (["+1", "-1", "0"], ["+1", "-1", "0"]), (["-0", "0"], ["-0", "0"]),
      (["01.10", "02.30"], ["01.10", "02.30"]), (["1.0", "x"], ["1.0", "x"]), (["1" * 19, "2"], ["1" * 19, "2"])],
 )  # fmt: skip
-def test_only_plain_integers_are_numbers(labels, names):
-    table = hf.Dataset.from_dict({"text": ["a"] * len(labels), "label": labels})
-    assert number_labels(join_parts({"train": [table]}, "label", []), "texts")[1] == names
+def test_only_plain_integers_are_numbers(tmp_path, load, labels, names):
+    assert load(write_labels(tmp_path / "a.csv", labels)).class_names == names
 
 
 LINES = {

@@ -82,12 +82,18 @@ LINES = "".join(json.dumps(row) + "\n" for row in GOOD)
 DEEP = "[" * 99_999
 REFUSED = {
     "three rows": ("a.csv", "text,label\na b,0\nc d,1\ne f,0\n", r"have a single label: 3 are too few, give more"),
+    "one class": ("a.csv", "text,label\n" + "a,x\n" * 9, r"the same label, 'x'"),
+    "no text": ("a.csv", CSV.replace("review 3", "  "), r"1 of 20 rows of .*a\.csv cannot be used \(row 4: no text\)"),
     "list": ("a.json", json.dumps([{"text": ["a"], "label": 1}] * 9), r"nothing is left: 9 .*row 1: text is \[\"a\""),
+    "list label": ("a.jsonl", LINES + '{"text": "a", "label": [1]}', r"label is \[1\], not a class: set --problem"),
+    "decimal labels": ("a.csv", "text,label\na,0.5\nb,1\n", r"'label' holds decimal numbers, .*or --problem_type"),
     "instructions": ("a.csv", "instruction,output\na,b\n", r"no column 'text', only .* or --task instruction-tuning"),
     "UTF-16": ("a.csv", CSV.encode("utf-16"), r"text in UTF-16: save it as UTF-8"),
     "Latin-1 in gzip": ("a.csv.gz", gzip.compress("text,label\n\xe9,1\n".encode("latin-1")), r"not UTF-8 \(byte 0xe9"),
+    "open quote": ("a.tsv", 'text\tlabel\n"Oh dear\t0\nplain\t1\n"the end"\t0\nb\t1\n', r"cannot be.*row 1: an open"),
     "half a gzip": ("a.csv.gz", gzip.compress(CSV.encode() * 999)[:999], r"a\.csv\.gz cannot be read as csv \(.*end"),
     "bare comma": ("a.csv", "text,label\na,b\na,b,c\n", r"row 2: more fields .* \(3 instead of 2\): quote texts that"),
+    "bare commas": ("a.csv", "text,label\n" + "a,b,1\n" * 9, r"row 1: more fields than column names .*: quote"),
     "deep list": ("a.json", DEEP, r"a\.json cannot be read as json \(maximum recursion"),
     "half a character": ("a.jsonl", LINES + '{"text": "\\ud83c", "label": 1}', r"line 21: .*surrogates not allowed"),
     "no Parquet rows": ("a.parquet", [], r"a\.parquet holds no rows"),

@@ -163,7 +163,8 @@ def test_larger_samples_contain_smaller_ones(tmp_path, load):
 
 @pytest.mark.parametrize(
     ("suffix", "labels", "names"),
-    [("jsonl", [10, 3, 7], ["3", "7", "10"]), ("parquet", [True, False], ["False", "True"]),
+    [("csv", ["bad", "good"], ["bad", "good"]), ("jsonl", [10, 3, 7], ["3", "7", "10"]),
+     ("csv", ["10", "3", "x"], ["10", "3", "x"]), ("parquet", [True, False], ["False", "True"]),
      ("csv", ["None", "NA"], ["NA", "None"]), ("parquet", [10.0, 2.0, -1.0], ["-1", "2", "10"])],
 )  # fmt: skip
 def test_class_names_come_from_the_labels_and_reach_the_model(tmp_path, load, labels, names, suffix):
@@ -224,6 +225,8 @@ REFUSED = {
     "no such validation file": ({"validation_file": "b.csv"}, r"no validation file b\.csv"),
     "a folder without training": ({"dataset": "tests"}, r"tests holds no training file \(\.csv, "),
     "folder and file": ({"dataset": "tests", "test_file": "a.csv"}, r"need a --dataset that is a file"),
+    "IMDb and file": ({"dataset": "imdb", "test_file": "a.csv"}, r"need a --dataset that is a file"),
+    "unpacked IMDb without reviews": ({"dataset": "imdb"}, r"aclImdb holds 0 reviews instead of 50,000: delete it"),
     "a link to nothing": ({"dataset": "links"}, r"cannot read \S*/nowhere \(.*No such file"),
     "no model config": ({"model": "a.json"}, r"a\.json is not a model config"),
     "a config without a vocabulary": ({"model": "c.json"}, r"--tokenizer trained needs a config with vocab_size, unl"),
@@ -238,7 +241,9 @@ def test_options_are_refused_in_one_line(tmp_path, load, monkeypatch, name):
     write_table(table(20), tmp_path / "tests" / "test.csv")
     Path("links").mkdir()
     Path("links/train.csv").symlink_to("nowhere")
+    Path("aclImdb").mkdir()
     Path("a.json").write_text("{}")
+    Path("b.json").write_text("{")
     Path("c.json").write_text('{"model_type": "vit"}')
     values, pattern = REFUSED[name]
     with pytest.raises(UserError, match=pattern) as error:

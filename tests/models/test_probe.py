@@ -77,7 +77,7 @@ def test_the_token_that_a_head_reads(config, pooled):
 @pytest.mark.parametrize(
     ("config", "longest", "changes"),
     [
-        (FNetConfig(hidden_size=64), 64, True),
+        (FNetConfig(), 64, True),
         (NystromformerConfig(), 512, True),
         (BigBirdConfig(), 1024, False),  # `build_model` makes its attention full
         (longrope(), 1024, True),

@@ -24,6 +24,7 @@ class WrittenChat(NamedTuple):
         masked: The same for the answers with `train` False.
         end: The token that ends the last answer, or None if a message follows without such a token.
         complete: Whether all words of the assistant are in `text`. Some templates leave out `<think>…</think>`.
+        unused: Keys of messages that the template does not write, with the role.
     """
 
     text: str
@@ -31,6 +32,7 @@ class WrittenChat(NamedTuple):
     masked: list[tuple[int, int]]
     end: str | None
     complete: bool
+    unused: set[str]
 
 
 def end_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -83,7 +85,7 @@ def write_chat(
     write = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
     text = write(messages)
     _check_written(messages, write)
-    _check_calls(messages, write, text)
+    unused = _unused_keys(messages, write, text)
     if tools and _same(text, messages, partial(write, tools=None)):
         raise ValueError("the template does not write tools: choose another --tokenizer or remove them")
     spans, last_end, complete = {}, None, True
@@ -105,7 +107,7 @@ def write_chat(
             last_end = match[1] if match else tokenizer.eos_token
         spans[number] = (start, stop)
     answers = [span for number, span in spans.items() if number not in masked]
-    return WrittenChat(text, answers, [spans[number] for number in masked & {*spans}], last_end, complete)
+    return WrittenChat(text, answers, [spans[number] for number in masked & {*spans}], last_end, complete, unused)
 
 
 def _marked(messages: list[dict], number: int, without: Collection[str] = ("tool_calls",)) -> list[dict]:
@@ -151,15 +153,21 @@ def _same(text: str, messages: list[dict], write: Callable[..., str]) -> bool:
     return False
 
 
-def _check_calls(messages: list[dict], write: Callable[..., str], text: str) -> None:
-    """Refuse calls of tools whose removal does not change the text; some templates write only the first one."""
+def _unused_keys(messages: list[dict], write: Callable[..., str], text: str) -> set[str]:
+    """Return the keys, with the role, whose removal does not change the text; refuse such calls of tools."""
+    unused = set()
     for number, message in enumerate(messages):
-        calls = message.get("tool_calls", [])
-        others = [message | {"tool_calls": calls[:call] + calls[call + 1 :]} for call in range(len(calls))]
-        if len(calls) == 1:
-            others = [{key: value for key, value in message.items() if key != "tool_calls"}]
-        if any(_same(text, [*messages[:number], other, *messages[number + 1 :]], write) for other in others):
-            raise ValueError(f"message {number + 1} has tool_calls that the template does not write")
+        said = ("role", "content", *(REASONING if message["role"] == "assistant" else ()))
+        for key in [key for key in message if key not in said]:
+            others = [{name: value for name, value in message.items() if name != key}]
+            calls = message[key] if key == "tool_calls" else []
+            if len(calls) > 1:  # some templates write only the first one
+                others = [message | {key: calls[:call] + calls[call + 1 :]} for call in range(len(calls))]
+            if any(_same(text, [*messages[:number], other, *messages[number + 1 :]], write) for other in others):
+                if key == "tool_calls":
+                    raise ValueError(f"message {number + 1} has tool_calls that the template does not write")
+                unused.add(f"{key} ({message['role']})")
+    return unused
 
 
 def _check_written(messages: list[dict], write: Callable[..., str]) -> None:

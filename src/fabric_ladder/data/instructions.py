@@ -1,6 +1,7 @@
 """Turn instructions and chats into prompts and answers, and these into tokens and labels."""
 
 import json
+import re
 from collections import Counter
 from functools import lru_cache
 from itertools import chain
@@ -37,7 +38,9 @@ COUNTED = {  # notices about the samples that the encoder counts
     "cut": "have their answer cut at --max_length {length} tokens",
     "hidden": "have an input that --prompt_template does not show",
     "shortened": "have words of the assistant, such as <think>…</think>, that the chat template leaves out",
+    "pictured": "have <image>, <video> or <audio> in a text, which is trained as a text",
 }
+PLACEHOLDER = re.compile("<(image|video|audio)>")
 TOKENS, NUMBER = hf.List(hf.Value("int32")), hf.Value("int64")
 FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER, "items": NUMBER})
 
@@ -160,6 +163,7 @@ class Encoder:
         self.bad = []
         self.counts = Counter()
         self.ends: set[str] = set()  # tokens that end the last answers of chats
+        self.unused: set[str] = set()  # keys of messages that the chat template does not write
         self._end = end_pattern(tokenizer)
 
     def encode_instructions(self, batch: dict[str, list]) -> dict[str, list]:
@@ -180,6 +184,7 @@ class Encoder:
                 parts = [*encode_turns(self.tokenizer, turns, template, system), last]
             parts.append([*answer, self.tokenizer.eos_token_id])
             answered = [np.full(len(ids), number % 2, bool) for number, ids in enumerate(parts)]
+            self.counts["pictured"] += bool(PLACEHOLDER.search(f"{instruction}{given}"))
             samples.append(([*chain.from_iterable(parts)], np.concatenate(answered), False))
         return self._columns(samples)
 
@@ -200,6 +205,8 @@ class Encoder:
         self.counts["turns"] += sum(map(len, written))
         self.counts["answers"] += sum(len(chat.answers) for chat in chats)
         self.counts["shortened"] += sum(not chat.complete for chat in chats)
+        self.counts["pictured"] += sum(bool(PLACEHOLDER.search(chat.text)) for chat in chats)
+        self.unused.update(*(chat.unused for chat in chats))
         self.ends |= {chat.end for chat in chats if chat.end}
         texts = [chat.text for chat in chats]
         found = tokenize(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -210,11 +217,14 @@ class Encoder:
         """Return notices about samples that were cut or left out, or refuse those that cannot be written."""
         problem = "samples cannot be written by the tokenizer" + "'s chat template" * chat
         length = self.settings.max_length
-        return note_bad_samples(self.bad, total, problem, self.settings) + [
+        counted = [
             f"{self.counts[name]:,} of {total:,} samples {text.format(length=length)}"
             for name, text in COUNTED.items()
             if self.counts[name]
         ]
+        if self.unused:
+            counted.append(f"The chat template does not write these keys of messages: {', '.join(sorted(self.unused))}")
+        return note_bad_samples(self.bad, total, problem, self.settings) + counted
 
     def _lacks_tokens(self, text: str) -> bool:
         """Return whether the tokenizer has no token for a text of other characters than letters and digits."""
