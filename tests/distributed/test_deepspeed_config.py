@@ -123,6 +123,18 @@ def test_the_recipe_of_belle_is_read_to_the_letter():
     assert read_as[0] == "--lr_scheduler_type constant as --schedule constant"
 
 
+def test_what_a_run_does_otherwise_than_a_file_is_said(tmp_path):
+    params = {"lr": 3e-5, "torch_adam": True, "adam_w_mode": True, "freeze_step": 5}
+    file = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
+    for mode, left in ((True, "optimizer.params.freeze_step"), (False, "optimizer.params.adam_w_mode, .*freeze_step")):
+        optimizer = {"type": "AdamW", "params": params | {"adam_w_mode": mode}}
+        (tmp_path / "ds.json").write_text(json.dumps(file | {"optimizer": optimizer}))
+        settings = read_settings("12_deepspeed_zero", ["--deepspeed", str(tmp_path / "ds.json")])
+        precision, other = read_deepspeed_config(settings)[1]
+        assert precision.endswith("bf16.enabled false gives way to --precision bf16-mixed")
+        assert re.search(f": {left} left out: the run has its own optimizer$", other)
+
+
 def test_numbers_of_batches_in_a_file_hold(tmp_path):
     zero = {"zero_optimization": {"stage": 2}}
     for numbers, batch, micro in (

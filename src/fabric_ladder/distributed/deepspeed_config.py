@@ -157,6 +157,9 @@ def _rearrange(config: dict, settings: Settings) -> list[str]:
             "activation_checkpointing has no effect on models of transformers and is left out; use "
             "--activation_checkpointing true"
         )
+    for half, precision in (("fp16", "16-mixed"), ("bf16", "bf16-mixed")):
+        if (config.get(half) or {}).get("enabled") is False and settings.precision == precision:
+            notices.append(f"{half}.enabled false gives way to --precision {precision}")
     if aio := config["zero_optimization"].pop("aio", None):
         config.setdefault("aio", aio)
         notices.append("aio is moved out of zero_optimization, where DeepSpeed does not read it")
@@ -164,7 +167,11 @@ def _rearrange(config: dict, settings: Settings) -> list[str]:
         params = (config.pop(name, None) or {}).get("params") or {}
         if name == "scheduler" and settings.warmup_steps and params and params.get("warmup_type", "log") != "linear":
             notices.append("the warm-up is linear, in place of DeepSpeed's logarithmic one (warmup_type log)")
-        given = [f"{name}.params.{key}" for key, value in params.items() if value not in ("auto", 0)]
+        given = [
+            f"{name}.params.{key}"
+            for key, value in params.items()
+            if (value is False if key == "adam_w_mode" else value not in ("auto", 0)) and key != "torch_adam"
+        ]
         if unread := [path for path in given if path not in TAKEN and path != "scheduler.params.warmup_type"]:
             notices.append(f"{', '.join(unread)} left out: the run has its own {name}")
     return notices
