@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import zlib
 from collections import Counter
 from functools import partial
 
@@ -275,6 +277,35 @@ def test_cuts_and_mirrors_are_parts_of_the_image_and_differ_by_epoch(collator):
     assert 0.3 < np.mean([cut[3] for cut in seen]) < 0.7
     other, _ = collator(resize_to=36, random_flip=True, seed=7)
     assert sum(torch.equal(shown(make, row, 0), shown(other, row, 0)) for row in range(len(make))) < 6
+
+
+def colours_of_16_bits(pixels):
+    """Return a PNG with 16 bits per colour, which Pillow cannot write."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(rows),
+        b"IEND": b"",
+    }
+    chunks = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+              for kind, data in parts.items())  # fmt: skip
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_colours_of_12_bits_in_16_are_refused(tmp_path, load, bits):
+    for number in range(20):
+        pixels = np.random.default_rng(number).integers(0, 2**bits, (8, 8, 3))
+        path = tmp_path / "pets" / PETS[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(colours_of_16_bits(pixels))
+    if bits == 12:
+        with pytest.raises(UserError, match="convert them to 8 bits per colour"):
+            load("pets")
+        return
+    stored = {row["image"] for rows in load("pets").splits.values() for row in rows}
+    assert (pixels >> 8).astype(np.uint8).tobytes() in stored
 
 
 def test_workers_change_no_sample_and_images_are_not_padded(folder, tmp_path, fabric):

@@ -222,3 +222,22 @@ def test_another_chat_template_or_end_is_another_tokenizer(load, tokenizers, tmp
         got = load(rows(), tokenizer=name)
         ends.append({got.tokenizer.convert_ids_to_tokens(ids[-1]) for ids in samples_of(got)})
     assert ends == [{"</s>"}, {"<|im_end|>"}]
+
+
+def test_real_chinese_answers_come_back(load, instructions):
+    with pytest.raises(UserError, match=r"1 of 2,000 rows of .*2000\.json cannot be used \(row 55: no output\): fix"):
+        load(instructions)
+    got = load(instructions, bad_samples="skip", max_length=8192)
+    left_out, copied = got.notices
+    assert left_out.endswith("are left out")
+    assert copied.startswith("1 of 400 test texts are also training texts")
+    tokenizer, found = got.tokenizer, []
+    assert len(tokenizer) == 1024
+    for split in SPLITS:
+        for sample in got.splits[split]:
+            *answer, end = [label for label in sample["labels"] if label != -100]
+            assert end == tokenizer.eos_token_id
+            prompt = sample["input_ids"][: sample["labels"].count(-100)]
+            found.append(tuple(tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (prompt, answer)))
+    real = [row for row in json.loads(instructions.read_text(encoding="utf-8")) if row["output"].strip()]
+    assert sorted(found) == sorted((prompt_text(row["instruction"], row["input"]), row["output"]) for row in real)

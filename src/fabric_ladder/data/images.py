@@ -129,10 +129,15 @@ def _decode_splits(
             for split, rows in splits.items():
                 decoded = _decode_rows(files, rows, decode, content, bad, hashes.setdefault(split, []))
                 kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
-        brightest = max(levels, default=WHITE)
-        if rescaled or not 0 < brightest <= WHITE // 2:
+        grey, colour = (max((level for kind, level in levels if kind == each), default=WHITE) for each in "IC")
+        if 0 < colour <= WHITE // 2:
+            raise UserError(
+                f"the colour images of 16 bits use less than half of the levels, as those of 12 bits do, and Pillow "
+                f"keeps only the upper 8 bits of {WHITE:,} levels: convert them to 8 bits per colour"
+            )
+        if rescaled or not 0 < grey <= WHITE // 2:
             break
-        white = brightest
+        white = grey
         notices.append(f"the images of 16 bits reach only {white:,} of {WHITE:,}: {white:,} becomes white")
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     notices += name_copies(
@@ -197,21 +202,25 @@ def _try_decode(data: bytes, **options) -> np.ndarray | Exception:
         return error
 
 
-def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list[int]) -> np.ndarray:
+def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list) -> np.ndarray:
     """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels.
 
-    Grey images of more than 8 bits add their brightest level to `levels`. Their level `white` becomes 255.
+    Images of more than 8 bits add their brightest level to `levels`, grey ones as `("I", level)` and coloured ones as
+    `("C", level)`. The level `white` of grey images becomes 255.
     """
     with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # decode a much larger JPEG at a half or less of its size
+        deep = ";16" in str(image.tile)  # of the parts of the file, which are forgotten once they are decoded
         image.load()
+        if deep and image.mode[0] not in "IF":
+            levels.append(("C", 257 * max(high for _, high in image.convert("RGB").getextrema())))
         with suppress(SyntaxError):  # a broken EXIF part
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
             grey = np.asarray(image)
             if image.mode == "F" or grey.min() < 0 or grey.max() > WHITE:
                 raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
-            levels.append(int(grey.max()))
+            levels.append(("I", int(grey.max())))
             image = Image.fromarray(((grey.astype(np.int32) * 255 + white // 2) // white).astype(np.uint8))
         elif image.has_transparency_data:
             image = image.convert("RGBA")
