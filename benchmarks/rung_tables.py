@@ -17,6 +17,7 @@ from evidence_tables import mean as with_spread
 from evidence_tables import most_seeds, own, predicted
 
 from fabric_ladder.environment import write_whole
+from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.ladder import Row, row_of
 from fabric_ladder.rungs import RUNGS, parent
 
@@ -37,6 +38,8 @@ NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - combinations\.md\n)", r
 def grouped() -> Iterator[tuple[str, list[Row]]]:
     """Yield each group with its rows, in the order of the rungs' numbers."""
     rows = [row_of(rung.stem) for rung in RUNGS]
+    if strange := [row.rung for row in rows if row.group not in HEADINGS]:
+        raise UserError(f"the group of {', '.join(strange)} in ladder.py must be one of {', '.join(HEADINGS)}")
     for group in HEADINGS:
         yield group, [row for row in rows if row.group == group]
 
@@ -127,4 +130,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    show_errors()
     sys.exit(main())

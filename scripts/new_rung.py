@@ -55,13 +55,21 @@ Plain script: `src/plain/{rung}.py`. Rung: `src/{rung}.py`. Builds on [{parent}]
 
 ## In code
 
-## Cost
-
 ## Run it
 
-## Limits
+## Memory
+
+TODO: predicted; [on a GPU](../gpu.md)
+
+## Price and limits
+
+## When to use it
+
+## What stays the same
+
+## Sources
 """
-LEFT = """Left to do, in the order of CONTRIBUTING.md:
+LEFT = """Left to do:
  1. src/fabric_ladder/techniques/{name}.py: the mechanism, and its memory where a rehearsal does not show it
  2. src/fabric_ladder/ladder.py: the place of the row, conflicts, plans, what to try next
  3. src/fabric_ladder/settings.py: help, bounds and role of --{name}

@@ -63,7 +63,8 @@ def test_a_new_rung_is_trained_checked_planned_compared_and_listed(project):
     assert "adapters freeze the biases" in refused.stderr
     assert "--bitfit" in finished(run(project, "src/2_grad_accum.py", "--help", "all"))
     planned = ["--gpu", "T4", "--rungs", "30", "--length", "32", "--json", "plan.json", *SMALL[2:8]]
-    finished(run(project, "scripts/plan_memory.py", *planned))
+    answer = finished(run(project, "scripts/plan_memory.py", *planned))
+    assert "no measured loss of accuracy" not in answer
     assert "30_bitfit checkpointing" in (project / "plan.json").read_text(encoding="utf-8")
     compared = finished(run(project, "scripts/compare_runs.py", "runs"))
     assert "bitfit true" in compared

@@ -64,6 +64,7 @@ class Row(NamedTuple):
         anywhere: How it saves memory as an option of any rung; empty: it is not advised so.
         in_training: Whether it saves memory in the training alone.
         stays: Whether the advice keeps it on the way to another rung.
+        exact: Whether the losses are those of a run without it, apart from rounding; tests compare them.
     """
 
     setting: str
@@ -81,6 +82,7 @@ class Row(NamedTuple):
     anywhere: str = ""
     in_training: bool = False
     stays: bool = False
+    exact: bool = False
 
     @property
     def key(self) -> str:
@@ -228,6 +230,7 @@ LADDER = (
         group="gradients",
         title="the optimizer steps inside the backward pass",
         mechanism="weight_steps.StepInBackward",
+        exact=True,
         conflicts=BY_WEIGHT,
         plans=(*ALONE_OR_CHECKPOINTED, (*ON_HOST, *CHECKPOINTING)),
         tries=(
@@ -248,25 +251,28 @@ LADDER = (
         group="optimizer state",
         title="the optimizer on the CPU",
         mechanism="weight_steps.OptimizerOffload",
+        exact=True,
         conflicts=BY_WEIGHT,
         plans=ALONE_OR_CHECKPOINTED,
         short_name="optimizer offload",
         tries=(WEIGHTS_ON_HOST._replace(reason="keeps weights there too"),),
     ),
-    Row("embedding_rows", mechanism="embedding_rows.EmbeddingRows"),  # no setting: it is always on
+    Row("embedding_rows", mechanism="embedding_rows.EmbeddingRows", exact=True),  # no setting: it is always on
     Row(
         "attention",
         mechanism="fused_attention.FusedAttention",
+        exact=True,
         values=("fused",),
         anywhere="keeps no matrix of tokens x tokens",
     ),
-    Row("loss_chunk", mechanism="chunked_loss.ChunkedLoss"),
+    Row("loss_chunk", mechanism="chunked_loss.ChunkedLoss", exact=True),
     Row(
         "packing",
         "15_packing",
         group="time",
         title="short texts share a row",
         mechanism="packing.Packing",
+        exact=True,
         plans=ALONE_OR_CHECKPOINTED,
         short_name="packing",
         tries=(IN_16_BITS,),
@@ -278,6 +284,7 @@ LADDER = (
         group="activations",
         title="recompute activations",
         mechanism="checkpointing.ActivationCheckpointing",
+        exact=True,
         short_name="checkpointing",
         tries=(
             TILES,
@@ -293,6 +300,7 @@ LADDER = (
         group="activations",
         title="checkpointed activations in CPU memory",
         mechanism="checkpointing.ActivationOffload",
+        exact=True,
         conflicts={"compile": "torch.compile skips such blocks; use --compile false"},
         tries=(TILES, WITHOUT_STATE),
         stays=True,
@@ -303,6 +311,7 @@ LADDER = (
         group="activations",
         title="recompute only cheap activations",
         mechanism="checkpointing.SelectiveCheckpointing",
+        exact=True,
         tries=(Step(None, "recomputes matrix multiplications too", ("--selective_checkpointing", "false")),),
     ),
     Row(
@@ -311,6 +320,7 @@ LADDER = (
         group="activations",
         title="the MLP over tiles of a long text",
         mechanism="tiled_mlp.TiledMLP",
+        exact=True,
         conflicts={
             "compile": "torch.compile would compile a graph for each number of tiles; use --compile false",
             "selective_checkpointing": "selective checkpointing keeps what tiles recompute; leave one of them out",
@@ -383,6 +393,7 @@ LADDER = (
         group="weights",
         title="frozen blocks in CPU memory",
         mechanism="streamed_layers.StreamedLayers",
+        exact=True,
         conflicts={
             SHARDED: "not on sharded weights; leave it out (rung 11 keeps them in CPU memory)",
             "compile": "torch.compile would compile each block apart from its copies; use --compile false",
@@ -412,6 +423,7 @@ LADDER = (
         group="time",
         title="`torch.compile`",
         mechanism="compile.Compile",
+        exact=True,
         short_name="compile",
         tries=(IN_16_BITS,),
     ),
@@ -421,6 +433,7 @@ LADDER = (
         group="time",
         title="one launch for all kernels of a pass",
         mechanism="cuda_graphs.CudaGraphs",
+        exact=True,
         conflicts={
             "strategy=ddp": "only on one device, since several send gradients within a pass; leave it out",
             SHARDED: "only on one device with whole weights; leave it out",
@@ -457,6 +470,7 @@ LADDER = (
         group="several GPUs",
         title="FSDP with the shards in CPU memory",
         mechanism="sharding.CpuOffload",
+        exact=True,
         plans=(CHECKPOINTING, (*LEAN, *CHECKPOINTING)),  # checkpointing costs less speed than offloading
         tries=(
             Step(

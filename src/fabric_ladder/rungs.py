@@ -25,7 +25,7 @@ def choose_rungs(names: list[str]) -> list[Path]:
     names = [Path(name.strip()).name for name in names]
     for name in names:
         if name not in known:
-            raise UserError(f"there is no rung {name}: give numbers from 1 to {len(RUNGS)}, or names")
+            raise UserError(f"there is no rung {name}: give numbers from 1 to {RUNGS[-1].stem.split('_')[0]}, or names")
     return [path for path in RUNGS if path in {known[name] for name in names}]
 
 

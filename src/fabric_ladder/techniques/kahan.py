@@ -19,7 +19,8 @@ class Kahan(Optimizer):
     errors; for training in bfloat16: Zamirai et al., 2020, Revisiting BFloat16 Training, section 4.2).
 
     The optimizer must not read the weights, as Adafactor does. AdamW's weight decay is therefore computed here. During
-    a step the compensation replaces the weight's data, which a DTensor does not allow, so shards are refused.
+    a step the compensation is the parameter's data in place of the weight, so that any optimizer adds its step to it. A
+    DTensor does not allow this, so shards are refused.
 
     Operations on many weights are batched. Their temporary tensors take as much memory as the largest weight.
 
@@ -38,11 +39,11 @@ class Kahan(Optimizer):
         ]
         weights = [parameter.data for parameter in stepped]
         before = [self.state[parameter].get("compensation") for parameter in stepped]
-        remainders = [torch.zeros_like(w) if r is None else r for w, r in zip(weights, before, strict=True)]
+        compensations = [torch.zeros_like(w) if c is None else c for w, c in zip(weights, before, strict=True)]
         try:
-            for parameter, remainder in zip(stepped, remainders, strict=True):
+            for parameter, compensation in zip(stepped, compensations, strict=True):
                 self.state[parameter].pop("compensation", None)  # an optimizer makes its state where it finds none
-                parameter.data = remainder
+                parameter.data = compensation
             for group in self.param_groups:
                 self._decay(group, dict(zip(stepped, weights, strict=True)))
                 group["weight_decay"] = 0
@@ -50,15 +51,15 @@ class Kahan(Optimizer):
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group["weight_decay"] = decay
-            remainders = [parameter.data for parameter in stepped]
-            for parameter, weight, remainder in zip(stepped, weights, remainders, strict=True):
-                self.state[parameter]["compensation"], parameter.data = remainder, weight
+            compensations = [parameter.data for parameter in stepped]
+            for parameter, weight, compensation in zip(stepped, weights, compensations, strict=True):
+                self.state[parameter]["compensation"], parameter.data = compensation, weight
             for start, end in self._parts(weights):
-                _move(remainders[start:end], weights[start:end])
+                _move(compensations[start:end], weights[start:end])
 
     @staticmethod
     def _decay(group: dict, weights: dict[nn.Parameter, Tensor]) -> None:
-        """Add the weight decay to the remainders, which are the data of the parameters during a step."""
+        """Add the weight decay to the compensations, which are the data of the parameters during a step."""
         decayed = [parameter for parameter in group["params"] if parameter in weights]
         if group["weight_decay"] and decayed:
             lost = -group["lr"] * group["weight_decay"]
@@ -77,11 +78,11 @@ class Kahan(Optimizer):
             yield start, len(weights)
 
 
-def _move(remainders: list[Tensor], weights: list[Tensor]) -> None:
-    """Add remainders to weights of the same dtype, and keep the rounding errors in the remainders."""
-    sums = torch._foreach_add(weights, remainders)
+def _move(compensations: list[Tensor], weights: list[Tensor]) -> None:
+    """Add compensations to weights of the same dtype, and keep the rounding errors in the compensations."""
+    sums = torch._foreach_add(weights, compensations)
     torch._foreach_sub_(weights, sums)
-    torch._foreach_add_(remainders, weights)
+    torch._foreach_add_(compensations, weights)
     torch._foreach_copy_(weights, sums)
 
 

@@ -10,6 +10,8 @@ All added numbers are small integers, exact in every floating-point format. They
 the kernel adds anything else. (CPU kernels add the last few tokens of a row in another order, with an error of 1e-4 in
 32-bit. Rows are therefore a multiple of 16 tokens long where `max_length` is.)
 
+This module is the model's part. `data/cutting.py` chooses which documents share a row; `data/loaders.py` joins them.
+
 `support_packing` wraps the model's `forward`. A classifier also gets hooks around its base model, so that its own head
 sees one token of each document. The new dimensions enter through the model's attention function: BLOOM's own
 (`fused_attention.py`), or that of all other models (`models/attention.py`).
