@@ -1,8 +1,8 @@
 """Predict the memory that docs/will_it_fit.md shows, and write it to docs/fit/data.js.
 
-    python docs/fit/build.py [MODEL ...]       # names as in MODELS; without a name: all models
+    python docs/fit/build.py [MODEL ...] [--rungs RUNG ...]     # names as in MODELS and ROWS; without names: all
 
-Each model takes two minutes on one core for each task. The figures of all other models stay as they are.
+Each model takes two minutes on one core for each task. The figures of all other models and rungs stay as they are.
 
 The figures are those of `predict_memory` with an effective batch of 16 samples (32 for micro-batches of 16, so that
 gradients accumulate) and evaluation batches of 4,096 tokens. Two shortcuts save time:
@@ -12,9 +12,9 @@ gradients accumulate) and evaluation batches of 4,096 tokens. Two shortcuts save
   for 16 samples, the peaks for 4 and 8 samples lie on the line between them.
 """
 
+import argparse
 import json
 import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -129,8 +129,8 @@ def effective_batch(size: int) -> int:
     return max(16, 2 * size)
 
 
-def predict_model(name: str, task: str, lengths: tuple[int, ...]) -> dict[str, dict[str, list]]:
-    """Return the peaks of a model by length and by key of the row, as `_row` returns them."""
+def predict_model(name: str, task: str, lengths: tuple[int, ...], rungs: list[str]) -> dict[str, dict[str, list]]:
+    """Return the peaks of a model by length and by key of the row, as `_row` returns them; `rungs`: of these alone."""
     torch.set_num_threads(1)
     found = {str(length): {} for length in lengths}
     for gpu in (ANY, OLD):
@@ -138,6 +138,8 @@ def predict_model(name: str, task: str, lengths: tuple[int, ...]) -> dict[str, d
             passes = None
             # FSDP comes last: the others must not see its process group
             for number, (rung, options, _, suits) in sorted(enumerate(ROWS), key=lambda row: "fsdp" in row[1][0]):
+                if rungs and rung not in rungs:
+                    continue
                 if gpu is OLD and (not suits or rung == "2_grad_accum"):
                     continue  # 32-bit weights take the same memory on all GPUs
                 words = ["--model", name, "--task", task, "--max_length", str(lengths[-1] or 1024), *options]
@@ -182,9 +184,13 @@ def read_data() -> dict:
 
 def main() -> None:
     """Predict the named models, or all, and write the data of the page."""
-    wanted = sys.argv[1:] or list(MODELS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[[], *MODELS])
+    parser.add_argument("--rungs", nargs="+", default=[], choices=[rung for rung, *_ in ROWS])
+    arguments = parser.parse_args()
+    wanted = arguments.models or list(MODELS)
     kept = read_data()["models"] if DATA.exists() else {}
-    kept = {label: model for label, model in kept.items() if label in MODELS and label not in wanted}
+    kept = {label: model for label, model in kept.items() if label in MODELS}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     made = {"commit": commit.stdout.strip(), "torch": torch.__version__, "transformers": transformers.__version__}
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
@@ -193,12 +199,18 @@ def main() -> None:
             name, model_tasks, lengths = MODELS[label]
             for task in model_tasks:
                 path = str(find_shipped_config(name))
-                tasks[pool.submit(predict_model, path, task, lengths)] = (label, task)
+                tasks[pool.submit(predict_model, path, task, lengths, arguments.rungs)] = (label, task)
         for done in as_completed(tasks):
             label, task = tasks[done]
             model = kept.setdefault(label, {"name": MODELS[label][0], "tasks": {}})
-            model["tasks"][task] = done.result()
-            model["made"] = made
+            for length, rows in done.result().items():
+                known = model["tasks"].setdefault(task, {}).setdefault(length, {})
+                known |= rows
+            if arguments.rungs:
+                model["rungs"] = model.get("rungs", {}) | dict.fromkeys(arguments.rungs, made)
+            else:
+                model["made"] = made
+                model.pop("rungs", None)
             _write(kept)
             print(label, task, flush=True)
 
