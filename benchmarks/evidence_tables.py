@@ -178,7 +178,12 @@ def predictions() -> dict[tuple[str, str, int], float]:
 def predicted(rung: str) -> tuple[float, str]:
     """Return the predicted peak of a rung in GB, and its remark."""
     options, gpus, said = PREDICTED.get(rung, PLAIN)
-    return predictions()[AS_ANOTHER.get(rung, rung), options, gpus], said
+    entry = AS_ANOTHER.get(rung, rung), options, gpus
+    if entry not in predictions():
+        raise UserError(
+            f"{rung} is not predicted yet: add it to memory_ladder.csv, and run benchmarks/memory_ladder.py"
+        )
+    return predictions()[entry], said
 
 
 def change(value: float, before: float) -> str:

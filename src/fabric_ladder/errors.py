@@ -46,7 +46,7 @@ class Checked(SystemExit):
 
 def explain_user_error(error: BaseException) -> str | None:
     """Return the line of a `UserError` or a missing package, or None: a bug keeps its traceback."""
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("fabric_ladder"):
         return (
             f"{sys.executable} lacks the package {error.name}: pip install -r requirements.txt, or install with "
             "`make run` and start the script with .venv/bin/python"

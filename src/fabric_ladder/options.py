@@ -52,9 +52,10 @@ GONE = {  # settings of earlier versions
     "model_revision dataset_revision": "download the revision, and give its folder",
     "image_column": "name the column `image`",
     "lora_init init_lora_weights peft_init_lora_weights": "adapters start with B = 0, as PEFT starts them",
-    "lora_plus_ratio loraplus_lr_ratio": "all adapters have the rate of --learning_rate",
-    "min_learning_rate min_lr": "--schedule linear and cosine end at 0",
+    "lora_plus_ratio loraplus_lr_ratio loraplus_ratio lora_plus_lr_ratio": "adapters have --learning_rate",
+    "min_learning_rate min_lr lr_end": "--schedule linear and cosine end at 0",
     "pack_rows": "use --micro_batch_size, which counts rows with --packing true",
+    "check_only": "give it on the command line: --check_only",
     "rslora": "use --lora_alpha: rsLoRA's is --lora_alpha times the root of --lora_rank",
     "on_nan nan_limit stream_buffer": "leave it out",
 }
@@ -132,7 +133,9 @@ def read_command_line(*args: str) -> CommandLine:
         words, read_as = to_own_words([*args])
         return CommandLine(words, read_as, read_words(words))
     except UserError as error:
-        raise UserError(f"{error} (read {', '.join(read_as)})" if read_as else str(error)) from None
+        if not read_as:
+            raise
+        raise UserError(f"{error} (read {', '.join(read_as)})") from error.__cause__
 
 
 def read_words(words: list[str]) -> dict[str, object]:
@@ -148,8 +151,11 @@ def read_words(words: list[str]) -> dict[str, object]:
     if unknown := [name for name, _ in pairs if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT)]:
         raise UserError("; ".join(map(_suggest, dict.fromkeys(unknown))))
     for name, text in pairs:
-        if name in INSTEAD and (text or "").lower() in FALSE:
-            continue
+        if name in INSTEAD and text is not None:
+            if text.lower() not in (*TRUE, *FALSE):
+                raise UserError(f"--{name} {text:.80}: expected true or false")
+            if text.lower() in FALSE:
+                continue
         if text is None and name not in (*INSTEAD, "help") and (name in DEPENDENT or not _is_switch(name)):
             words = kinds_of(name)[1] if name in FACTS else ()
             raise UserError(f"--{name} needs a value{': ' * bool(words)}{' or '.join(words)} (see --help)")

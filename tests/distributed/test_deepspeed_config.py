@@ -124,15 +124,34 @@ def test_the_recipe_of_belle_is_read_to_the_letter():
 
 
 def test_what_a_run_does_otherwise_than_a_file_is_said(tmp_path):
-    params = {"lr": 3e-5, "torch_adam": True, "adam_w_mode": True, "freeze_step": 5}
+    params = {"lr": 3e-5, "torch_adam": True, "momentum": 0, "bias_correction": False}
     file = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}
-    for mode, left in ((True, "optimizer.params.freeze_step"), (False, "optimizer.params.adam_w_mode, .*freeze_step")):
+    for mode, left in (
+        (True, "optimizer.params.bias_correction"),
+        (False, "optimizer.params.bias_correction, .*adam_w_mode"),
+    ):
         optimizer = {"type": "AdamW", "params": params | {"adam_w_mode": mode}}
         (tmp_path / "ds.json").write_text(json.dumps(file | {"optimizer": optimizer}))
         settings = read_settings("12_deepspeed_zero", ["--deepspeed", str(tmp_path / "ds.json")])
         precision, other = read_deepspeed_config(settings)[1]
         assert precision.endswith("bf16.enabled false gives way to --precision bf16-mixed")
         assert re.search(f": {left} left out: the run has its own optimizer$", other)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"zero_optimization": None}, "zero_optimization.stage must be 1, 2 or 3"),
+        ({"fp16": {"enabled": "true"}}, 'fp16.enabled "true" must be true or false'),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, 'reduce_bucket_size "5e8" must be a number'),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, 'device "gpu" must be none, cpu'),
+        ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type "OneBitAdam" must be Adam, AdamW, SGD, or left out'),
+    ],
+)
+def test_a_file_that_a_plan_would_misread_is_refused(tmp_path, values, line):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}} | values))
+    with pytest.raises(UserError, match=f"^ds.json: .*{re.escape(line)}"):
+        read_settings("12_deepspeed_zero", ["--deepspeed", str(tmp_path / "ds.json")])
 
 
 def test_numbers_of_batches_in_a_file_hold(tmp_path):
@@ -205,7 +224,7 @@ def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
 @pytest.mark.parametrize(
     ("config", "values", "message"),
     [
-        ({"optimizer.type": "OneBitAdam"}, {}, "ds.json: optimizer.type: --optimizer OneBitAdam: "),
+        ({"optimizer.type": "OneBitAdam"}, {}, 'ds.json: optimizer.type "OneBitAdam" must be Adam, AdamW'),
         ({"optimizer": "Adam"}, {}, "is not a configuration of DeepSpeed"),
         ({"zero_optimization.stage": 0}, {}, "src/9_ddp.py shards nothing"),
         ("{,}", {}, "as JSON ("),

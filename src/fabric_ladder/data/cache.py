@@ -110,9 +110,10 @@ def map_batches(table: hf.Dataset, function: Callable[[dict], dict], name: str, 
 
 
 def progress_bar(work: str, samples: Iterable | None = None, total: int | None = None) -> tqdm:
-    """Return a bar on stderr for work of more than ten seconds, which a log gets once a minute."""
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
-    return tqdm(samples, work, total, unit=" samples", delay=10, mininterval=pause, leave=False)
+    """Return a bar on stderr for work of more than ten seconds; a log gets a line once a minute."""
+    terminal = sys.stderr.isatty()
+    how = {"mininterval": 0.1} if terminal else {"mininterval": 60, "bar_format": "{desc}: {n_fmt}, {elapsed}\n"}
+    return tqdm(samples, work, total, unit=" samples", delay=10, leave=False, **how)
 
 
 def write_rows(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> hf.Dataset:

@@ -38,6 +38,7 @@ NAMES = {  # to DeepSpeed Adam is AdamW, too
     "optimizer.type": {"Adam": "adam", "AdamW": "adam", "SGD": "sgd"},
     "scheduler.type": {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"},
 }
+SAME = [("torch_adam", True), ("torch_adam", False), ("adam_w_mode", True), ("momentum", 0), ("warmup_min_lr", 0)]
 # Sizes for "auto", from the model's hidden size, as in transformers (transformers/integrations/deepspeed.py)
 SIZES = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden**2,
@@ -79,6 +80,7 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
         UserError: The file does not exist or is not a JSON object, or a key contradicts a setting.
     """
     path, config = _read(settings.deepspeed)
+    _check_sections(path.name, config)
     _check_agreement(path.name, config, settings)
     with refused(f"--deepspeed {settings.deepspeed} is not a configuration of DeepSpeed"):
         notices = _rearrange(config, settings)
@@ -112,11 +114,15 @@ def _taken(name: str, config: dict) -> Iterator[tuple[str, object, str, object]]
         if path not in TAKEN or value in ("auto", None):
             continue
         if path.endswith(".enabled"):
-            if value is not True:
+            if not isinstance(value, bool):
+                raise UserError(f"{name}: {path} {json.dumps(value):.60} must be true or false")
+            if not value:
                 continue
             text = {"fp16.enabled": "16-mixed", "bf16.enabled": "bf16-mixed"}[path]
         elif path in NAMES:
-            text = NAMES[path].get(str(value), str(value))
+            if value not in NAMES[path]:
+                raise UserError(f"{name}: {path} {json.dumps(value):.60} must be {', '.join(NAMES[path])}, or left out")
+            text = NAMES[path][value]
         elif isinstance(value, list):
             text = ",".join(map(str, value))
         else:
@@ -168,9 +174,7 @@ def _rearrange(config: dict, settings: Settings) -> list[str]:
         if name == "scheduler" and settings.warmup_steps and params and params.get("warmup_type", "log") != "linear":
             notices.append("the warm-up is linear, in place of DeepSpeed's logarithmic one (warmup_type log)")
         given = [
-            f"{name}.params.{key}"
-            for key, value in params.items()
-            if (value is False if key == "adam_w_mode" else value not in ("auto", 0)) and key != "torch_adam"
+            f"{name}.params.{key}" for key, value in params.items() if value != "auto" and (key, value) not in SAME
         ]
         if unread := [path for path in given if path not in TAKEN and path != "scheduler.params.warmup_type"]:
             notices.append(f"{', '.join(unread)} left out: the run has its own {name}")
@@ -198,10 +202,23 @@ def _complete(config: dict, settings: Settings) -> None:
     config.setdefault("timers", {"throughput": {"enabled": False}})
 
 
-def _check_support(name: str, config: dict, settings: Settings) -> None:
-    """Refuse other stages, and settings that do not work with ZeRO."""
-    if config["zero_optimization"].get("stage") not in (1, 2, 3):
+def _check_sections(name: str, config: dict) -> None:
+    """Refuse what a plan would misread; DeepSpeed's own parser, which refuses the rest, needs a CUDA GPU."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
         raise UserError(f"{name}: zero_optimization.stage must be 1, 2 or 3 (src/9_ddp.py shards nothing)")
+    for key in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        if not isinstance(size := zero.get(key, 0), int | float) and size != "auto":
+            raise UserError(f"{name}: zero_optimization.{key} {json.dumps(size):.60} must be a number")
+    for key in ("offload_optimizer", "offload_param"):
+        if (device := (zero.get(key) or {}).get("device", "none")) not in ("none", "cpu", "nvme"):
+            raise UserError(
+                f"{name}: zero_optimization.{key}.device {json.dumps(device):.60} must be none, cpu or nvme"
+            )
+
+
+def _check_support(name: str, config: dict, settings: Settings) -> None:
+    """Refuse settings that do not work with ZeRO."""
     if settings.precision not in ("32-true", "16-mixed", "bf16-mixed"):
         raise UserError(
             f"--precision {settings.precision}: ZeRO computes on 16-bit weights and updates 32-bit copies of them; use "

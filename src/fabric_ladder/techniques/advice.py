@@ -16,7 +16,6 @@ from fabric_ladder.environment import compute_capability, emulates, peak_memory
 from fabric_ladder.errors import (
     NotFiniteError,
     UserError,
-    explain_user_error,
     first_line,
     is_out_of_memory,
     show_errors,
@@ -50,8 +49,8 @@ def explain(
     """
     if isinstance(error, NotFiniteError):
         return f"{error}; try {_steadier(settings)}"
-    if line := explain_user_error(error):
-        return line
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
         return f"cannot use {error.filename} ({error.strerror}): change its permissions, or name another file"
     if isinstance(error, torch.distributed.DistNetworkError):
