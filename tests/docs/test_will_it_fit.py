@@ -111,7 +111,7 @@ def test_the_page_shows_the_stored_figures(tmp_path, seed):
     low, expected, high = (overhead.needed(tensors) for overhead in assume(find_gpu(gpu).capability))
     values = (tensors.parameters, tensors.gradients, tensors.optimizer_state, tensors.activations + tensors.logits)
     values += (tensors.other, expected - tensors.total, expected, low, high)
-    for name, value in zip(COLUMNS, values, strict=True):
+    for name, value in zip(COLUMNS[:-1], values, strict=True):
         assert float(row[name]) == pytest.approx(value / 1e9, abs=0.015), (question, row["command"], name)
     memory = find_gpu(gpu).memory
     if abs(high - memory) > 1e7:
@@ -120,9 +120,9 @@ def test_the_page_shows_the_stored_figures(tmp_path, seed):
 
 @in_a_browser
 @pytest.mark.slow
-@pytest.mark.parametrize(("gigabytes", "host", "rungs"), [("8", 4, ["13", "16"]), ("14", 64, ["16", "13"])])
-def test_the_page_chooses_as_the_planner_does(tmp_path, gigabytes, host, rungs):
-    """The planner's answers with the techniques of the page, for all weights and for adapters."""
+def test_the_page_chooses_as_the_planner_does(tmp_path):
+    """The planner's answers with the techniques of the page, for all weights and for adapters; rung 11 needs 12 GB."""
+    gigabytes, host = "14", 8
     question = {"model": "Qwen3 0.6B", "task": "instruction-tuning", "length": "1024", "batch": "2"}
     words = ["--model", str(find_shipped_config("Qwen/Qwen3-0.6B")), "--task", question["task"]]
     words += ["--micro_batch_size", "2"]
