@@ -25,7 +25,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
                        "--max_length and --batch_size.")  # fmt: skip
     parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, …, or "
                         "GPUs that differ, separated by commas; default: this machine's")  # fmt: skip
-    parser.add_argument("--gpu_memory", metavar="16GB", help="memory of a GPU; default: the GPU's")
+    parser.add_argument("--gpu_memory", metavar="16GB", help="memory of a GPU: a whole "
+                        "number of GB is the size as sold, 15.9GiB is exact; default: the GPU's")  # fmt: skip
     parser.add_argument(
         "--host_memory",
         metavar="64GB",

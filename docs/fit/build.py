@@ -1,6 +1,7 @@
 """Predict the memory that docs/will_it_fit.md shows, and write it to docs/fit/data.js.
 
     python docs/fit/build.py [MODEL ...] [--rungs RUNG ...]     # names as in MODELS and ROWS; without names: all
+    python docs/fit/build.py --rest                             # all but the peaks: GPUs, overheads, CPU memory, order
 
 Each model takes two minutes on one core for each task. The figures of all other models and rungs stay as they are.
 
@@ -26,16 +27,17 @@ import transformers
 
 from fabric_ladder.data.hub import find_shipped_config
 from fabric_ladder.ladder import CHECKPOINTING, ON_HOST
-from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.models.layers import meta_model
+from fabric_ladder.planning.candidates import Candidate, read_candidates, read_settings
 from fabric_ladder.planning.gpus import ANY, GPUS, Gpu, find_gpu
-from fabric_ladder.planning.overhead import ASSUMED, HIGH, LOW
-from fabric_ladder.planning.plan import find_samples
-from fabric_ladder.planning.planner import Samples
+from fabric_ladder.planning.overhead import ANY_GPU, assume
+from fabric_ladder.planning.plan import HOST_MEMORY, find_samples
+from fabric_ladder.planning.planner import Samples, host_bytes
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse, to_rehearse
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import trains_adapters
-from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+from fabric_ladder.techniques import trains_adapters, used
+from fabric_ladder.techniques.memory import ON_DEVICE, Peak, count_parameters
 
 DATA = Path(__file__).parent / "data.js"
 START = "const FIT = "
@@ -129,6 +131,41 @@ def effective_batch(size: int) -> int:
     return max(16, 2 * size)
 
 
+def read_rows(task: str) -> dict[tuple[int, int], Candidate]:
+    """Return the planner's candidates by the number of the row and by the size of the micro-batch; 1, 2 and 16."""
+    name, _, lengths = next(model for model in MODELS.values() if task in model[1])
+    found = {}
+    for number, (rung, options, *_) in enumerate(ROWS):
+        for size in (1, 2, 16):
+            sizes = ["--micro_batch_size", str(size), "--batch_size", str(effective_batch(size))]
+            if rung.startswith("17_"):
+                sizes = ["--batch_size", str(size)]
+            words = ["--model", str(find_shipped_config(name)), "--max_length", str(lengths[0] or 1024), *sizes]
+            [found[number, size]], _ = read_candidates([(rung, options)], [*words, "--task", task], 1)
+    return found
+
+
+def order_rows(candidates: dict[tuple[int, int], Candidate]) -> list[list[int]]:
+    """Return the planner's rank of each row for each of SIZES: the best is 0, equal ranks have equal numbers."""
+    ranks = {key: (candidate.trains, *candidate.rank) for key, candidate in candidates.items()}
+    places = sorted({*ranks.values()})
+    return [[places.index(ranks[row, size if size in (1, 16) else 2]) for size in SIZES] for row in range(len(ROWS))]
+
+
+def count_host(name: str, candidates: dict[tuple[int, int], Candidate]) -> list[int]:
+    """Return the CPU memory of each row in MB, which does not depend on the length and on the micro-batch."""
+    found, counts = [], None
+    for row in range(len(ROWS)):
+        settings = replace(candidates[row, 2].settings, model=str(find_shipped_config(name)))
+        counts = counts or count_parameters(meta_model(settings))
+        # FSDP keeps weights, gradients and both moments in 32 bits there
+        peak = Peak(0, 0, 0, 0, 0, 0, 16 * counts.all * settings.offload, "training")
+        for technique in used(settings):
+            peak = technique.add_memory(peak, counts, settings)
+        found.append(round(host_bytes(candidates[row, 2].rung, settings, counts, peak) / 1e6))
+    return found
+
+
 def predict_model(name: str, task: str, lengths: tuple[int, ...], rungs: list[str]) -> dict[str, dict[str, list]]:
     """Return the peaks of a model by length and by key of the row, as `_row` returns them; `rungs`: of these alone."""
     torch.set_num_threads(1)
@@ -187,12 +224,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS])
     parser.add_argument("--rungs", nargs="+", default=[], choices=[rung for rung, *_ in ROWS])
+    parser.add_argument("--rest", action="store_true")
     arguments = parser.parse_args()
-    wanted = arguments.models or list(MODELS)
+    wanted = [] if arguments.rest else arguments.models or list(MODELS)
     kept = read_data()["models"] if DATA.exists() else {}
     kept = {label: model for label, model in kept.items() if label in MODELS}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     made = {"commit": commit.stdout.strip(), "torch": torch.__version__, "transformers": transformers.__version__}
+    planned = describe_plans()
+    _write(kept, planned)
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
         tasks = {}
         for label in wanted:
@@ -211,19 +251,35 @@ def main() -> None:
             else:
                 model["made"] = made
                 model.pop("rungs", None)
-            _write(kept)
+            _write(kept, planned)
             print(label, task, flush=True)
 
 
-def _write(models: dict) -> None:
+def describe_plans() -> dict:
+    """Return the order of the rows for each task, and for each model and task the CPU memory of each row."""
+    rows = {task: read_rows(task) for task in (TEXTS, ANSWERS, IMAGES)}
+    host = {label: {task: count_host(name, rows[task]) for task in tasks} for label, (name, tasks, _) in MODELS.items()}
+    return {"order": {task: order_rows(candidates) for task, candidates in rows.items()}, "host": host}
+
+
+def _write(models: dict, planned: dict) -> None:
+    bounds = [ANY_GPU, *dict.fromkeys(assume(gpu.capability) for gpu in GPUS)]
     data = {
-        "overhead": [[each.context, each.workspace, each.fragmentation] for each in (LOW, ASSUMED, HIGH)],
-        "gpus": [[gpu.name, gpu.memory / 1e9, int(gpu.capability < (8, 0))] for gpu in GPUS],
+        "overhead": [[[each.context, each.workspace, each.fragmentation] for each in bound] for bound in bounds],
+        "gpus": [_gpu(gpu, bounds.index(assume(gpu.capability))) for gpu in GPUS],
+        "host_memory": HOST_MEMORY / 1e9,
         "sizes": SIZES,
         "rows": [[rung, " ".join(options), words, int(suits)] for rung, options, words, suits in ROWS],
+        "all_weights": [int("lora" not in rung) for rung, *_ in ROWS],
+        **planned,
         "models": {label: models[label] for label in MODELS if label in models},
     }
     DATA.write_text(f"{START}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
+
+
+def _gpu(gpu: Gpu, bound: int) -> list:
+    """Return a GPU of the form: name, memory in GB, whether it only emulates bfloat16, the number of its overhead."""
+    return [gpu.name, gpu.memory // 10**6 / 1000, int(gpu.capability < (8, 0)), bound]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
     "image-classification": "image classification",
   };
   const OWN = "another GPU";
-  const VERDICTS = { fits: "✓ fits", close: "? may fit", no: "✗ does not fit" };
+  const VERDICTS = { fits: "✓ fits", close: "? may fit", no: "✗ does not fit", host: "✗ too little CPU memory" };
   const GB = 1e9;
 
   function element(name, properties = {}, ...children) {
@@ -20,23 +20,36 @@
     return made;
   }
 
-  // Return the answer for each technique: the parts and the bounds in bytes, and the verdict
+  // Return the bytes of a GPU: a whole number of GB is the size as sold, as `card_memory` in planning/gpus.py has it
+  function cardMemory(size) {
+    if (!Number.isInteger(size)) return size * GB;
+    const sold = size * 2 ** 30;
+    return sold - Math.min(0.05 * sold, 2 ** 29 + 0.01 * sold);
+  }
+
+  // Return the answer for each technique: the parts, the bounds and the CPU memory in bytes, and the verdict.
+  // The order is the planner's: all weights first, then the least cost and the highest speed, then the least memory.
   function answer(question) {
     const model = FIT.models[question.model];
     const peaks = model.tasks[question.task][question.length];
     const column = FIT.sizes.indexOf(question.batch);
-    return FIT.rows.flatMap(([rung, options, title, suits], number) => {
+    const host = FIT.host[question.model][question.task].map((value) => value * 1e6);
+    const rows = FIT.rows.flatMap(([rung, options, title, suits], number) => {
       if (question.old && !suits) return [];
       const peak = (question.old && peaks[`${number}old`]) || peaks[number]; // in 32 bits all GPUs take the same
       const [weights, gradients, optimizer, activations, logits, other] = peak[column].map((value) => value * 1e6);
       const tensors = weights + gradients + optimizer + activations + logits + other;
-      const [low, expected, high] = FIT.overhead.map(
+      const [low, expected, high] = FIT.overhead[question.overhead].map(
         ([context, workspace, fragmentation]) => tensors + context + workspace + fragmentation * (tensors + workspace),
       );
       const parts = [weights, gradients, optimizer, activations + logits, other, expected - tensors];
-      const verdict = high <= question.memory ? "fits" : low <= question.memory ? "close" : "no";
-      return [{ rung, title, parts, low, expected, high, verdict, command: command(question, rung, options) }];
+      let verdict = high <= question.memory ? "fits" : low <= question.memory ? "close" : "no";
+      if (verdict !== "no" && host[number] > question.host * GB) verdict = "host";
+      const place = FIT.order[question.task][number][column];
+      const row = { rung, title, parts, low, expected, high, verdict, place, host: host[number] };
+      return [{ ...row, all: FIT.all_weights[number], command: command(question, rung, options) }];
     });
+    return rows.sort((one, other) => one.place - other.place || one.expected - other.expected);
   }
 
   function command(question, rung, options) {
@@ -63,8 +76,10 @@
     const gpu = given.get("gpu") ?? "RTX 4090";
     const known = FIT.gpus.find(([name]) => name === gpu);
     const own = Number(gpu) > 0 ? Number(gpu) : 24;
-    const [name, gigabytes, old] = known ?? [OWN, own, given.get("old") === "1" ? 1 : 0];
-    return { model, task, length, batch, gpu: name, gigabytes, memory: gigabytes * GB, old, row: given.get("row") };
+    const [name, gigabytes, old, overhead] = known ?? [OWN, own, given.get("old") === "1" ? 1 : 0, 0];
+    const memory = known ? gigabytes * GB : cardMemory(gigabytes);
+    const host = Number(given.get("host")) > 0 ? Number(given.get("host")) : FIT.host_memory;
+    return { model, task, length, batch, gpu: name, gigabytes, memory, overhead, host, old, row: given.get("row") };
   }
 
   function writeQuestion(question) {
@@ -73,6 +88,7 @@
       model: question.model, task: question.task, length: question.length, batch: question.batch,
       gpu: own ? question.gigabytes : question.gpu,
     });
+    if (Number(question.host) !== FIT.host_memory) values.set("host", question.host);
     if (own && question.old) values.set("old", "1");
     if (question.row) values.set("row", question.row);
     history.replaceState(null, "", `#${values}`);
@@ -106,14 +122,16 @@
       fields.push(field("Length of the texts", select("length", lengths, question.length)));
     }
     fields.push(field("Samples in a micro-batch", select("batch", FIT.sizes.map((size) => [size, size]), question.batch)));
-    const gpus = FIT.gpus.map(([name, size]) => [name, `${name}, ${size} GB`]);
+    const gpus = FIT.gpus.map(([name, size]) => [name, `${name}, ${size.toFixed(1)} GB`]);
     fields.push(field("GPU", select("gpu", [...gpus, [OWN, OWN]], question.gpu)));
+    const number = (name) =>
+      element("input", { name, type: "number", min: "1", max: "10000", step: "any", value: question[name] });
     if (question.gpu === OWN) {
-      const size = element("input", { name: "gigabytes", type: "number", min: "1", max: "1000", step: "any" });
-      size.value = question.gigabytes;
+      const size = number("gigabytes");
       const years = [[0, "8.0 or higher"], [1, "below 8.0"]];
       fields.push(field("Its memory in GB", size), field("Compute capability", select("old", years, question.old)));
     }
+    fields.push(field("CPU memory in GB", number("host")));
     return element("form", { className: "fit-form" }, ...fields);
   }
 
@@ -141,7 +159,8 @@
       const radio = element("input", { type: "radio", name: "row", value: number, checked: row === question.chosen });
       const title = element("span", { className: "fit-title", textContent: `${row.rung.split("_")[0]} · ${row.title}` });
       const size = element("span", { className: "fit-size", textContent: `${gigabytes(row.expected)} GB` });
-      const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: VERDICTS[row.verdict] });
+      const mark = row.best ? ", the planner's choice" : "";
+      const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: VERDICTS[row.verdict] + mark });
       made.append(element("label", { className: "fit-row" }, radio, title, size, verdict, bar(row, question, scale)));
     }
     return made;
@@ -151,21 +170,22 @@
     const items = PARTS.map((part, number) =>
       element("li", {}, element("span", { className: `fit-key fit-part-${number}` }), part === "CUDA" ? "CUDA's own" : part),
     );
-    items.push(element("li", {}, element("span", { className: "fit-key fit-key-line" }), `the GPU's ${question.gigabytes} GB`));
+    items.push(element("li", {}, element("span", { className: "fit-key fit-key-line" }), `the GPU's ${gigabytes(question.memory)} GB`));
     return element("ul", { className: "fit-legend" }, ...items);
   }
 
   function table(rows) {
-    const names = ["Technique", "Verdict", ...PARTS, "expected", "low", "high"];
+    const names = ["Technique", "Verdict", ...PARTS, "expected", "low", "high", "CPU memory"];
     const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col", textContent: name })));
     const body = rows.map((row) => {
-      const values = [...row.parts, row.expected, row.low, row.high].map((value) => gigabytes(value, 2));
+      const values = [...row.parts, row.expected, row.low, row.high, row.host].map((value) => gigabytes(value, 2));
       const cells = [VERDICTS[row.verdict].slice(2), ...values].map((value) => element("td", { textContent: value }));
       const line = element("tr", {}, element("th", { scope: "row", textContent: `${row.rung}: ${row.title}` }), ...cells);
       line.dataset.command = row.command;
+      if (row.best) line.dataset.best = "";
       return line;
     });
-    const caption = element("caption", { textContent: "Predicted GPU memory in GB. Activations include the logits." });
+    const caption = element("caption", { textContent: "Predicted GPU memory in GB, and CPU memory. Activations include the logits." });
     const made = element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...body));
     const frame = element("div", { className: "fit-table", tabIndex: 0 }, made);
     frame.setAttribute("role", "region");
@@ -186,14 +206,15 @@
         copy.textContent = "Selected";
       }
     });
-    const text = `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${gigabytes(row.low)} to ${gigabytes(row.high)} GB, predicted:`;
+    const text = `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${gigabytes(row.low)} to ${gigabytes(row.high)} GB and ${gigabytes(row.host)} GB of CPU memory, predicted:`;
     return element("div", { className: "fit-command" }, element("p", { textContent: text }), element("pre", {}, code), copy);
   }
 
   function summary(rows, question) {
     const fitting = rows.filter((row) => row.verdict === "fits");
-    const gpu = question.gpu === OWN ? `${question.gigabytes} GB` : `the ${question.gpu} (${question.gigabytes} GB)`;
-    const count = `${fitting.length} of ${rows.length} techniques fit ${gpu}.`;
+    const memory = `${gigabytes(question.memory)} GB`;
+    const gpu = question.gpu === OWN ? memory : `the ${question.gpu} (${memory})`;
+    const count = `${fitting.length} of ${rows.length} techniques fit ${gpu} and ${question.host} GB of CPU memory.`;
     return fitting.length ? count : `${count} Try shorter texts, a smaller micro-batch, or several GPUs.`;
   }
 
@@ -206,9 +227,11 @@
     const question = readQuestion();
     const rows = answer(question);
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
-    const fitting = rows.filter((row) => row.verdict === "fits");
-    const onGpu = fitting.find((row) => !row.rung.startsWith("11_")); // rung 11 copies every weight for each use: its speed is not measured
-    question.chosen = known ?? onGpu ?? fitting[0] ?? rows.at(-1);
+    for (const all of [1, 0]) {
+      const best = rows.find((row) => row.all === all && row.verdict === "fits");
+      if (best) best.best = true; // the planner's answer for all weights, and the one for adapters
+    }
+    question.chosen = known ?? rows.find((row) => row.best) ?? rows.at(-1);
     const made = FIT.models[question.model].made;
     const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
     const controls = form(question);
@@ -226,7 +249,7 @@
     controls.addEventListener("submit", (event) => event.preventDefault());
     controls.addEventListener("change", ({ target }) => {
       const changed = { ...question, [target.name]: target.value };
-      if (target.name === "gigabytes" && !(Number(target.value) > 0)) changed.gigabytes = question.gigabytes;
+      for (const name of ["gigabytes", "host"]) if (!(Number(changed[name]) > 0)) changed[name] = question[name];
       if (target.name === "old") changed.old = Number(target.value);
       writeQuestion(changed);
       show(target.id);

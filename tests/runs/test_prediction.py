@@ -166,7 +166,10 @@ def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
     assert "6_lean_optimizer" in line
     assert "may not fit" not in large.line(settings, {"gpu": "a GPU", "gpu_memory": 9_000_000_000})
     end = large.end_line(8_400_000_000, on_gpu=True)
-    assert end == "Memory predicted: 8.00 GB and 0.07 for cuBLAS, measured +0.33 GB (+4.0%)"
+    assert end == "Memory predicted: 8.07 GB with 0.07 for cuBLAS, measured +0.33 GB (+4.0%)"
+    figures = large.figures()
+    assert figures["predicted_peak_bytes"] == 8_067_000_000, "what PyTorch counts, as the line says"
+    assert sum(figures["predicted"][part] for part in (*ON_DEVICE, "workspace")) == figures["predicted_peak_bytes"]
 
 
 def test_a_limit_takes_the_place_of_the_gpus_memory(tmp_path):

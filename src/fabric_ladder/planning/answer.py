@@ -141,7 +141,10 @@ def _remedies(answer: Answer) -> str:
     shards = any(technique.shards for technique in map(technique_of, rungs) if technique)
     more = f"; or more GPUs, e.g. --devices {2 * machine.gpus}" if shards else ""
     size = math.ceil(least.high / 1e8) / 10
-    return f"Nothing fits. It would take a GPU of {size:.1f} GB, for {least.candidate.name}{more}{shorter}."
+    # of the ways that the planner would add to a rung, those that the user's options rule out
+    refused = [f" Not planned: {name}: {reason}." for name, reason in answer.problems.items() if " " in name]
+    needed = f"Nothing fits. It would take a GPU of {size:.1f} GB, for {least.candidate.name}{more}{shorter}."
+    return needed + "".join(refused[:1])
 
 
 def _reasons(answer: Answer, full: bool) -> list[str]:

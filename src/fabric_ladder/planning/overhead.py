@@ -70,18 +70,22 @@ class Bounds(NamedTuple):
 #
 # context: PyTorch's out-of-memory errors print the memory of the process, the allocated bytes and the reserved bytes.
 # The rest is the context with its kernels, in GB (10^9 bytes). PyTorch 2.1 or later, one GPU:
-#     below 8.0: T4 0.14 and 0.15 (Zheng-Chong/CatVTON#133, FoundationVision/GenerateU#10), P100 0.32
+#     6.0 to 7.5: T4 0.14 and 0.15 (Zheng-Chong/CatVTON#133, FoundationVision/GenerateU#10), P100 0.32
 #         (andimarafioti/florence2-finetuning#17; this GPU and the second T4 are known by their memory)
-#     8.0 to 8.7: A100 0.52 (TianheWu/CoSeR#10); without kernels A100 0.43 (awslabs/keys_values#92), RTX 3090 0.27
-#         (invoke-ai/InvokeAI#9413)
-#     8.9: RTX 6000 Ada 0.45 (DINGYANB/MTVCrafter#21), RTX 4090 0.50, 0.53 and 0.55 (lrzjason/T2ITrainer#37,
-#         3DTopia/Phidias-Diffusion#8, huggingface/lora-fast#1), L40S 0.54 (huggingface/sentence-transformers#3214)
+#     7.0: V100 0.3 to 0.4 (PyTorch 1.1, pytorch#20532), 0.72 with NCCL (1CatAI/1Cat-vLLM#8); expected and high: assumed
+#     8.0: A100 0.52 (TianheWu/CoSeR#10, and 501 MiB); without kernels A100 0.43 (awslabs/keys_values#92); low: assumed
+#         for the A30, which has half the multiprocessors
+#     8.6: 0.19 on a card of 8 GB (RTX 3070, meta-llama/codellama#82); without kernels RTX 3090 0.27
+#         (invoke-ai/InvokeAI#9413); high: assumed for the RTX A6000
+#     8.9: L4 0.24 (226 MiB), RTX 6000 Ada 0.45 (DINGYANB/MTVCrafter#21), RTX 4090 0.50, 0.53 and 0.55
+#         (lrzjason/T2ITrainer#37, 3DTopia/Phidias-Diffusion#8, huggingface/lora-fast#1), L40S 0.54
+#         (huggingface/sentence-transformers#3214); without kernels RTX 4060 Ti 0.11 (ggml-org/llama.cpp#23604)
 #     9.0: H100 0.79 (measured by `calibration` with PyTorch 2.11 and CUDA 13.0, docs/gpu.md)
-#     10.0 and above: RTX 5090 0.62 and 0.65 (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20)
-# None were found for the V100. In these figures the context grows with the multiprocessors of a GPU, and
-# most of these GPUs are large. So the low figure is that of a small GPU, from 8.0 on the same for all. PyTorch loads
-# kernels lazily since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB (transformers'
-# documentation, "Model training anatomy"). HIGH does not cover this.
+#     10.0 and above: RTX 5090 0.62 and 0.65 (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20); without
+#         kernels RTX PRO 6000 0.58 (ggml-org/llama.cpp#23604); low: assumed for small GPUs; B200: none found
+# In these figures the context grows with the multiprocessors of a GPU. The bounds of an unknown GPU are those of 8.9.
+# PyTorch loads kernels lazily since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB
+# (transformers' documentation, "Model training anatomy"). No bound covers this.
 #
 # workspace: the forward and the backward pass run in separate threads, each with a workspace of cuBLAS: 8.1 MiB, or
 # 32 MiB on compute capability 9.0, in newer versions also on 10.0 and above (PyTorch, `CublasHandlePool.cpp:
@@ -91,6 +95,16 @@ class Bounds(NamedTuple):
 # 10 % on several. GMLake (arXiv:2401.08156) saw 15 % on average in eight large models. A run has expandable segments,
 # which reduce it. The three figures are guesses between these.
 SMALL, LARGE = 2 * 8_519_680, 2 * 32 * 2**20  # workspaces
+CONTEXTS = {  # from this compute capability on: low, expected and high, in MB
+    (6, 0): (130, 250, 450),
+    (7, 0): (300, 500, 750),
+    (7, 5): (130, 250, 450),
+    (8, 0): (250, 500, 700),
+    (8, 6): (150, 300, 550),
+    (8, 9): (150, 500, 700),
+    (9, 0): (500, 790, 900),
+    (10, 0): (150, 650, 900),
+}
 LOW = Overhead(context=150_000_000, workspace=SMALL, fragmentation=0.01, source="assumed, low")
 ASSUMED = Overhead(context=500_000_000, workspace=LARGE, fragmentation=0.05, source="assumed, not measured")
 HIGH = Overhead(context=700_000_000, workspace=LARGE, fragmentation=0.1, source="assumed, high")
@@ -110,19 +124,13 @@ def assume(capability: tuple[int, int] | None) -> Bounds:
     Args:
         capability: Compute capability of the GPU; None: not known.
     """
-    contexts = [each.context for each in ANY_GPU]
-    workspaces = [each.workspace for each in ANY_GPU]
-    if capability:
-        if capability >= (10, 0):
-            contexts = [150_000_000, 650_000_000, 900_000_000]
-        elif capability >= (9, 0):
-            contexts = [500_000_000, 790_000_000, 900_000_000]
-        elif capability < (8, 0) and capability != (7, 0):
-            contexts = [130_000_000, 250_000_000, 450_000_000]
-        if capability < (10, 0):
-            workspaces = [LARGE if capability == (9, 0) else SMALL] * 3
-    known = zip(ANY_GPU, contexts, workspaces, strict=True)
-    return Bounds(*(each._replace(context=size, workspace=space) for each, size, space in known))
+    if not capability:
+        return ANY_GPU
+    contexts = [sizes for least, sizes in CONTEXTS.items() if least <= max(capability, (6, 0))][-1]
+    known = ANY_GPU
+    if capability < (10, 0):
+        known = [each._replace(workspace=LARGE if capability == (9, 0) else SMALL) for each in ANY_GPU]
+    return Bounds(*(each._replace(context=size * 10**6) for each, size in zip(known, contexts, strict=True)))
 
 
 def overhead_of(gpu: Gpu, cache_dir: str) -> Bounds:

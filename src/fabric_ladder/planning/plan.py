@@ -16,7 +16,7 @@ from fabric_ladder.models.configs import count_positions
 from fabric_ladder.options import read_named_config, read_words
 from fabric_ladder.planning.answer import Answer
 from fabric_ladder.planning.candidates import list_choices, read_candidates
-from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
+from fabric_ladder.planning.gpus import ANY, card_memory, find_gpu, own_gpus
 from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.rungs import RUNGS
@@ -58,7 +58,7 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
         host_memory = gpus * HOST_MEMORY
         notes.append(f"CPU memory counts up to {host_memory / 1e9:g} GB; --host_memory changes it.")
     if arguments.gpu_memory:
-        gpu = gpu._replace(memory=read_size(arguments.gpu_memory, "--gpu_memory"))
+        gpu = gpu._replace(memory=card_memory(arguments.gpu_memory))
     elif gpu is ANY:
         raise UserError("PyTorch finds no CUDA GPU here; name one to plan for, e.g. --gpu T4 or --gpu_memory 16GB")
     return Machine(gpu, gpus, host_memory), notes

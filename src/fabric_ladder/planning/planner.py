@@ -227,11 +227,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     if most(size) <= room:  # most candidates fit with all samples, or with none
         whole = most(sizes[-1]) <= room
         size = sizes[-1 if whole else bisect(sizes, room, 1, len(sizes) - 1, key=most) - 1]
-    # each rank loads all weights into CPU memory first, in 32 bits unless a technique reads them in another form
-    loaded = 0 if makes_weights_on_device(candidate.rung) else 4 * rehearsal.counts.all
-    for technique in used(settings):
-        loaded = technique.loaded_bytes(loaded, rehearsal.counts, settings)
-    host = settings.devices * (LIBRARIES + max(loaded, peaks[size].host))
+    host = host_bytes(candidate.rung, settings, rehearsal.counts, peaks[size])
     needed = overhead.needed(peaks[size])
     low, high = overhead.bounds(peaks[size])
     free = room - most(size)
@@ -249,6 +245,15 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=_command(candidate, size),
     )
+
+
+def host_bytes(rung: str, settings: Settings, counts: Counts, peak: Peak) -> int:
+    """Return the bytes of CPU memory that a run of this rung needs on the machine."""
+    # each rank loads all weights into CPU memory first, in 32 bits unless a technique reads them in another form
+    loaded = 0 if makes_weights_on_device(rung) else 4 * counts.all
+    for technique in used(settings):
+        loaded = technique.loaded_bytes(loaded, counts, settings)
+    return settings.devices * (LIBRARIES + max(loaded, peak.host))
 
 
 def cut(settings: Settings, size: int | None) -> Settings:

@@ -47,8 +47,13 @@ class Prediction:
         """Return the figures for run.json, in bytes."""
         if "problem" in self.found:
             return {}
-        parts = {name: self.found[name] for name in (*ON_DEVICE, "host", "phase")}
-        return {"predicted_peak_bytes": self.found["total"], "predicted": parts}
+        parts = {name: self.found[name] for name in (*ON_DEVICE, "workspace", "host", "phase") if name in self.found}
+        return {"predicted_peak_bytes": self._comparable, "predicted": parts}
+
+    @property
+    def _comparable(self) -> int:
+        """The bytes to compare with PyTorch's peak, which includes cuBLAS's workspace on a GPU."""
+        return self.found["total"] + self.found.get("workspace", 0)
 
     def line(self, settings: Settings, hardware: dict) -> str:
         """Return the line of the header. For a GPU that is too small it names what to try next."""
@@ -73,12 +78,11 @@ class Prediction:
 
     def end_line(self, measured: int, on_gpu: bool) -> str:
         """Return the line after the training, which compares the prediction with the `measured` bytes."""
-        text = f"Memory predicted: {self.found['total'] / 1e9:.2f} GB"
-        gap = measured - self.found["total"]
+        text = f"Memory predicted: {self._comparable / 1e9:.2f} GB"
+        gap = measured - self._comparable
         if on_gpu:
-            workspace = self.found["workspace"]
-            gap -= workspace
-            return f"{text} and {workspace / 1e9:.2f} for cuBLAS, measured {gap / 1e9:+.2f} GB ({gap / measured:+.1%})"
+            workspace = f"with {self.found['workspace'] / 1e9:.2f} for cuBLAS"
+            return f"{text} {workspace}, measured {gap / 1e9:+.2f} GB ({gap / measured:+.1%})"
         return f"{text} of tensors, the process {gap / 1e9:+.2f} GB: libraries, data, working memory"
 
 
