@@ -45,7 +45,7 @@ CASES = {
     11: ((*EAGER, *ONE_BY_ONE, "--devices", "2"), {"DEVICES": 2}, 5e-3),
     13: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0"), {"DROPOUT": 0.0}, 0),
     # the rung's 4-bit layers round differently on a CPU
-    14: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0"), {"DROPOUT": 0.0}, 5e-3),
+    14: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0"), {"DROPOUT": 0.0}, 2e-3),
     15: ((*ONE_BY_ONE,), {}, 5e-3),  # the rung has its own kernel for packed rows, which rounds differently in 16 bits
     # rounding to 8 bits magnifies the last bit of a factor, the more the larger the steps
     22: ((*EAGER, *ONE_BY_ONE, "--learning_rate", "1e-3"), {"LEARNING_RATE": 1e-3}, 1e-2),
@@ -213,7 +213,7 @@ def test_unequal_shares_of_data_parallel_have_the_gradients_of_the_whole_batch(f
 def test_long_packed_rows_print_the_losses_of_the_rung(folder):
     """Positions that went on through a row of 1,024 tokens would be rounded in 16 bits."""
     options = (*ONE_BY_ONE, "--max_length", "1024", "--learning_rate", "3e-4")
-    compare("15_packing", folder, options, {"MAX_LENGTH": 1024, "LEARNING_RATE": 3e-4}, 2e-3)
+    compare("15_packing", folder, options, {"MAX_LENGTH": 1024, "LEARNING_RATE": 3e-4}, 3e-3)
 
 
 @pytest.mark.slow
