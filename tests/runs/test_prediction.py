@@ -114,7 +114,7 @@ def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp
 def test_a_planner_that_fails_does_not_raise_an_error(tmp_path):
     started = prediction.start_planner(Fabric(accelerator="cpu"), settings_for(tmp_path, predict_memory=True))
     found = prediction._ask(started, ("no settings", [(None, [], [])], 2, None, None, None))
-    assert found["problem"].startswith("AttributeError: 'str' object has no attribute 'precision'")
+    assert found["problem"].startswith("AttributeError: 'str' object has no attribute")
     assert Prediction(found).line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
     assert Prediction(found).figures() == {}
 

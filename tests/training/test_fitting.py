@@ -22,7 +22,7 @@ from fabric_ladder.training import fitting, loop
 @pytest.mark.slow
 def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
     chosen, losses = [], []
-    for room in (0, 16):  # MB; half of the tokens fit into 12 MB, all tokens into 20 MB
+    for room in (0, 12):  # MB; all tokens fit into 20 MB, on some machines into 16
         cwd = tmp_path / str(room)
         options = ("--micro_batch_tokens", "auto", "--batch_size", "48")
         stdout, stderr, status = alone(cwd, room, "2_grad_accum", *options)
