@@ -96,6 +96,7 @@ def test_a_technique_is_deleted_with_its_files_its_row_and_its_setting(tmp_path)
     rooms = ["tests/test_house.py", "tests/test_options.py", "tests/techniques/test_advice.py"]
     rooms += ["tests/techniques/test_memory_formulas.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *rooms]
+    command += ["-k", "not missing_package"]  # it needs the installed package
     paths = os.pathsep.join([str(tmp_path / "src"), str(tmp_path)])
     environment = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
