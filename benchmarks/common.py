@@ -286,15 +286,29 @@ def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
 
 def fill_pages(kind: str, make: Callable[[str], list[str]], check: bool = False) -> list[Path]:
     """Fill the tables of a kind in all pages, and return the pages that change; `check`: write nothing."""
-    changed = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        before = page.read_text(encoding="utf-8")
-        if (after := fill(before, kind, make)) != before:
-            changed.append(page)
-            if not check:
-                write_whole(page, after)
-                print(f"filled {page.relative_to(ROOT)}", file=sys.stderr)
-    return changed
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in pages if update(page, lambda text: fill(text, kind, make), check)]
+
+
+def update(path: Path, change: Callable[[str], str], check: bool = False) -> bool:
+    """Write a file if `change` changes its text, and return whether it does; `check`: write nothing."""
+    before = path.read_text(encoding="utf-8")
+    after = change(before)
+    if after != before and not check:
+        write_whole(path, after)
+        print(f"filled {path.relative_to(ROOT)}", file=sys.stderr)
+    return after != before
+
+
+def fill_or_check(description: str, fill_files: Callable[[bool], list[Path]], remedy: str) -> int:
+    """Call `fill_files`, with True after `--check`, and name the stale files then; return the exit status."""
+    parser = new_parser(description)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
+    check = parser.parse_args().check
+    changed = fill_files(check)
+    for path in changed if check else ():
+        print(f"{path.relative_to(ROOT)} is stale: run {remedy}")
+    return int(check and bool(changed))
 
 
 # Sides that take turns

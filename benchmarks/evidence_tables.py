@@ -28,7 +28,6 @@ from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import FIGURES, read_sources
-from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import without_options
 from fabric_ladder.planning.candidates import NAMED, read_settings
@@ -272,14 +271,14 @@ def speeds() -> dict:
 
 
 def fill_pages(check: bool = False) -> list[Path]:
-    """Write the tables and the planner's measured figures; return the changed files. `check`: write nothing."""
+    """Write tables, the planner's measured figures and the picture; return changed texts. `check`: write nothing."""
     changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check)
     measured = json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
-    if FILE.read_text(encoding="utf-8") == measured:
-        return changed
+    if common.update(FILE, lambda _: measured, check):
+        changed.append(FILE)
     if not check:
-        write_whole(FILE, measured)
-    return [*changed, FILE]
+        draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
+    return changed
 
 
 def draw() -> Figure:
@@ -298,16 +297,7 @@ def draw() -> Figure:
 
 def main() -> int:
     """Write, or with `--check` compare; return the exit status."""
-    parser = common.new_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
-    check = parser.parse_args().check
-    changed = fill_pages(check)
-    if not check:
-        draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
-        return 0
-    for page in changed:
-        print(f"{page.relative_to(common.ROOT)} is stale: run python benchmarks/evidence_tables.py")
-    return int(bool(changed))
+    return common.fill_or_check(__doc__, fill_pages, "python benchmarks/evidence_tables.py")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import common  # first import: it makes the project importable
 from evidence_tables import mean as with_spread
 from evidence_tables import most_seeds, own, predicted
 
-from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.ladder import Row, row_of
 from fabric_ladder.rungs import RUNGS, parent
@@ -110,23 +109,12 @@ BLOCKS = {block.__name__: block for block in (ladder, graph, techniques)}
 def fill_pages(check: bool = False) -> list[Path]:
     """Write the tables and the navigation; return the changed files. `check`: write nothing."""
     changed = common.fill_pages("rungs", lambda name: BLOCKS[name](), check)
-    before = SITE.read_text(encoding="utf-8")
-    if (after := NAV.sub(navigation(), before)) != before:
-        changed.append(SITE)
-        if not check:
-            write_whole(SITE, after)
-    return changed
+    return [*changed, SITE] if common.update(SITE, lambda text: NAV.sub(navigation(), text), check) else changed
 
 
 def main() -> int:
     """Write, or with `--check` compare; return the exit status."""
-    parser = common.new_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
-    check = parser.parse_args().check
-    changed = fill_pages(check)
-    for path in changed if check else ():
-        print(f"{path.relative_to(common.ROOT)} is stale: run make tables")
-    return int(check and bool(changed))
+    return common.fill_or_check(__doc__, fill_pages, "make tables")
 
 
 if __name__ == "__main__":
