@@ -1,4 +1,4 @@
-"""The IMDb reviews under the four names of the blog's module, and `load_datasets`, which every rung calls.
+"""The IMDb reviews under the four names of the blog's module; the package's own source of IMDb, and the plain scripts'.
 
 `download_dataset`, `load_dataset_into_to_dataframe`, `partition_dataset` and `IMDBDataset` do the same as in the blog.
 They need no other file of this project: a script written for the blog runs unchanged with a copy of this file.
@@ -12,17 +12,12 @@ import tarfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.error import URLError
 
 import numpy as np
 import pandas as pd
 from torch.hub import download_url_to_file
 from torch.utils.data import Dataset
-
-if TYPE_CHECKING:
-    from fabric_ladder.data.splits import ImageDatasets, TextDatasets
-    from fabric_ladder.settings import DataSettings
 
 try:
     from fabric_ladder.errors import UserError
@@ -146,13 +141,6 @@ class IMDBDataset(Dataset):
 
     def __len__(self):
         return self.partition.num_rows
-
-
-def load_datasets(settings: "DataSettings") -> "TextDatasets | ImageDatasets":
-    """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.load`."""
-    from fabric_ladder.data.load import prepare  # not above: this file also works alone
-
-    return prepare(settings)
 
 
 def data_folder(data_dir: "str | Path | None" = None) -> Path:

@@ -37,10 +37,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto as auto
 
 from fabric_ladder import build_dataloaders, parse_settings
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.errors import first_line
 from fabric_ladder.techniques.advice import explain
-from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "architectures.json"
 TASKS = {  # mappings of transformers with their auto classes; files of data

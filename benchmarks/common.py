@@ -20,11 +20,12 @@ import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 
 from fabric_ladder import parse_settings  # noqa: E402
+from fabric_ladder.data.load import load_datasets  # noqa: E402
 from fabric_ladder.environment import code_commit, describe_hardware, describe_versions, write_whole  # noqa: E402
 from fabric_ladder.errors import UserError  # noqa: E402
 from fabric_ladder.options import without_options  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
-from local_dataset_utilities import IMDB_ARCHIVE, load_datasets  # noqa: E402
+from local_dataset_utilities import IMDB_ARCHIVE  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "configs" / "models"

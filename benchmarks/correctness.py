@@ -35,8 +35,8 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from fabric_ladder import parse_settings
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
-from local_dataset_utilities import load_datasets
 
 BATCH, STOP = 16, 3  # samples of a step; optimizer steps before the run stops
 SAMPLES = {"cut": 16, "window": 20, "resume": 96, "resume, no dropout": 96}

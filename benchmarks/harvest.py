@@ -43,6 +43,7 @@ from common import BASE, MODELS, ROOT, peer_command, rung_command
 from forking import run_together, start_forks
 
 from fabric_ladder import parse_settings
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.ladder import CHECKPOINTING
@@ -51,7 +52,6 @@ from fabric_ladder.planning.overhead import assume, load_overhead
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import explain_errors
-from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "gpu.json"
 OPERATIONS = str(ROOT / "benchmarks" / "operations.py")

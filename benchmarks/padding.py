@@ -26,13 +26,13 @@ from common import model_options, part_parser, rung_command
 from lightning import Fabric
 
 from fabric_ladder import build_dataloaders, parse_settings
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.data.text_sources import find_source
 from fabric_ladder.settings import DataSettings, Settings
 from fabric_ladder.techniques import full_pass
 from fabric_ladder.techniques.advice import explain_errors
-from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "padding.json"
 INSTRUCTIONS = "instructions_zh_2000.json"

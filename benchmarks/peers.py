@@ -35,11 +35,11 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from fabric_ladder import Settings, build_dataloaders, build_model, build_optimizer, parse_settings
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.environment import peak_memory, reset_peak_memory
 from fabric_ladder.models.configs import load_config, silence_loading
 from fabric_ladder.models.cpu_bfloat16 import restore_bfloat16
-from local_dataset_utilities import load_datasets
 
 Evaluate = Callable[[str], dict[str, float]]
 MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16

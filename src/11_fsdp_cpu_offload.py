@@ -10,7 +10,7 @@ In the package: distributed/fsdp.py: sharding_policy
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.distributed.launch import watch_ranks
-from local_dataset_utilities import load_datasets
+from fabric_ladder.data.load import load_datasets
 
 from lightning import Fabric
 from torch.distributed.fsdp import fully_shard

@@ -10,7 +10,7 @@ In the package: distributed/deepspeed_config.py: read_deepspeed_config
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from fabric_ladder.distributed.deepspeed import deepspeed_strategy
 from fabric_ladder.distributed.launch import watch_ranks
-from local_dataset_utilities import load_datasets
+from fabric_ladder.data.load import load_datasets
 
 from lightning import Fabric
 

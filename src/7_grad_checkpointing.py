@@ -8,7 +8,7 @@ In the package: techniques/checkpointing.py: enable_checkpointing
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
-from local_dataset_utilities import load_datasets
+from fabric_ladder.data.load import load_datasets
 
 from lightning import Fabric
 

@@ -10,8 +10,8 @@ import pytest
 from support.helpers import MODELS, SRC, run_script
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import load_datasets
 
 SMALL = ["--train_samples", "32", "--validation_samples", "8", "--test_samples", "8", "--max_length", "64"]
 HEADER = re.compile(

@@ -264,12 +264,12 @@ def test_a_setting_without_effect_is_refused_wherever_it_is_set(name):
 
 
 def settings_read():
-    """Return the names of settings that the package reads, apart from the modules that parse them.
+    """Return the names of settings that the package reads, apart from the module that parses them.
 
     These are `settings.NAME`, the switches of techniques, and names that are made from a split.
     """
     found = set()
-    for path in {*PACKAGE.rglob("*.py")} - {PACKAGE / "settings.py", PACKAGE / "options.py"}:
+    for path in {*PACKAGE.rglob("*.py")} - {PACKAGE / "options.py"}:
         text = path.read_text(encoding="utf-8")
         attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
         found |= {node.attr for node in attributes if ast.unparse(node.value).endswith("settings")}

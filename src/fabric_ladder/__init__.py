@@ -5,7 +5,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fabric_ladder.errors import runs_script, show_errors
+from fabric_ladder.errors import show_errors
+from fabric_ladder.places import runs_script
 
 if runs_script():  # before the imports of packages that may be missing
     show_errors()

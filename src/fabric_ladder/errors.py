@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from fabric_ladder.places import SCRIPTS, SRC
-
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
@@ -105,12 +103,6 @@ def drop_unread_output() -> bool:
     if unread := bool(poll.poll(0)):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return unread
-
-
-def runs_script() -> bool:
-    """Return whether a rung or a script of the project imports the package."""
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    return bool(main) and Path(main).resolve().parent in (SRC, SCRIPTS)
 
 
 def first_line(error: BaseException, length: int = 200) -> str:

@@ -1,5 +1,6 @@
 """Where the rungs, the scripts and the configs lie: in the repository, or inside an installed package."""
 
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
@@ -11,3 +12,9 @@ def folder(name: str) -> Path:
 
 
 CONFIGS, SCRIPTS, SRC = map(folder, ("configs", "scripts", "src"))
+
+
+def runs_script() -> bool:
+    """Return whether a rung or a script of the project imports the package."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    return bool(main) and Path(main).resolve().parent in (SRC, SCRIPTS)

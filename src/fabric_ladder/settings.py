@@ -761,6 +761,13 @@ def _hints() -> dict[str, object]:
     return typing.get_type_hints(Settings)
 
 
+def weight_decay(settings: Settings) -> float:
+    """Return the weight decay of matrices: the share of a weight that a step takes, divided by the learning rate."""
+    if settings.weight_decay is None:
+        return 0.01 if settings.optimizer == "adamw" else 0.0
+    return settings.weight_decay
+
+
 def show(value: object) -> str:
     """Write a setting's value as on a command line."""
     if isinstance(value, bool):

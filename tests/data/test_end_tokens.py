@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BartConfig, BertConfig, PreTrainedTokenizerFast, T5Config
 
 from fabric_ladder import UserError
-from local_dataset_utilities import load_datasets
+from fabric_ladder.data.load import load_datasets
 
 SIZES = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
 

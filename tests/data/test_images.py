@@ -30,10 +30,10 @@ from fabric_ladder import build_dataloaders
 from fabric_ladder.data import images
 from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.images import decode, read_image_format
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.data.loaders import ImageCollator
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import load_datasets
 
 TASK = "image-classification"
 

@@ -20,11 +20,12 @@ from support.data_files import BLOOM, SPLITS, cached
 from support.helpers import ROOT, finished, run_script
 
 import local_dataset_utilities as module
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.data.synthetic import synthetic_reviews
 from fabric_ladder.data.tokens import train_tokenizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import download_dataset, load_dataset_into_to_dataframe, load_datasets, partition_dataset
+from local_dataset_utilities import download_dataset, load_dataset_into_to_dataframe, partition_dataset
 
 
 def test_an_existing_archive_or_folder_is_not_downloaded_again(monkeypatch, tmp_path):

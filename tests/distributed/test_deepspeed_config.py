@@ -10,8 +10,8 @@ from torch import nn
 from fabric_ladder import UserError, build_optimizer
 from fabric_ladder.distributed.deepspeed_config import TAKEN, offloads, read_deepspeed_config, settings_in_file
 from fabric_ladder.foreign import to_own_words
-from fabric_ladder.models.optimizer import weight_decay
 from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.settings import weight_decay
 
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SHIPPED = ["zero1", "zero2", "zero2_offload", "zero3", "zero3_nvme", "zero3_offload"]

@@ -11,8 +11,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import load_datasets
 from support.helpers import MODELS
 
 SPLITS = ("train", "validation", "test")

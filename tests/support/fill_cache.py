@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from fabric_ladder.data.load import load_datasets
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import load_datasets
 
 if __name__ == "__main__":
     Path(sys.argv[1]).touch()

@@ -47,7 +47,7 @@ CHOICES = (  # settings that change the tokens
 )
 
 
-def prepare(settings: DataSettings) -> TextDatasets | ImageDatasets:
+def load_datasets(settings: DataSettings) -> TextDatasets | ImageDatasets:
     """Read, split, and tokenize or decode; a second call with the same inputs only maps the first call's files.
 
     Several processes may call it at the same time: one does the work, the others wait for it.

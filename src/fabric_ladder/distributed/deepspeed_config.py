@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from fabric_ladder.data.hub import load_config
 from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.foreign import as_words
-from fabric_ladder.models.configs import load_config
-from fabric_ladder.models.optimizer import weight_decay
 from fabric_ladder.options import find_path, read_words
 from fabric_ladder.places import CONFIGS
-from fabric_ladder.settings import Settings, show
+from fabric_ladder.settings import Settings, show, weight_decay
 
 # Values of a file that hold for the settings which the command line does not name
 TAKEN = {

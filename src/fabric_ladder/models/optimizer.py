@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import Settings, weight_decay
 
 STATELESS = ("sgd", "sinkgd")  # optimizers that keep no state
 
@@ -27,13 +27,6 @@ def optimizer_class(settings: Settings, may_fuse: bool) -> tuple[type[Optimizer]
     if name in ("adam", "adamw"):
         options["fused"] = may_fuse or None  # None leaves the choice to PyTorch
     return torch.optim.AdamW if weight_decay(settings) else torch.optim.Adam, options
-
-
-def weight_decay(settings: Settings) -> float:
-    """Return the weight decay of matrices: the share of a weight that a step takes, divided by the learning rate."""
-    if settings.weight_decay is None:
-        return 0.01 if settings.optimizer == "adamw" else 0.0
-    return settings.weight_decay
 
 
 @torch.no_grad()

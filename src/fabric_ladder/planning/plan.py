@@ -7,7 +7,7 @@ import psutil
 
 from fabric_ladder.data.hub import find_shipped_config
 from fabric_ladder.data.images import read_image_format
-from fabric_ladder.data.load import tokenizer_name
+from fabric_ladder.data.load import load_datasets, tokenizer_name
 from fabric_ladder.data.text_sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.environment import read_size
@@ -23,7 +23,7 @@ from fabric_ladder.rungs import RUNGS
 from fabric_ladder.runs.folder import short_name
 from fabric_ladder.settings import FACTS, Settings
 from fabric_ladder.techniques import technique_of
-from local_dataset_utilities import find_dataset, load_datasets
+from local_dataset_utilities import find_dataset
 
 HOST_MEMORY = 64_000_000_000  # bytes of CPU memory for each GPU of a machine that is only named
 

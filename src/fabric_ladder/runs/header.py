@@ -3,9 +3,8 @@
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fabric_ladder.models.optimizer import weight_decay
 from fabric_ladder.runs.folder import short_name
-from fabric_ladder.settings import Settings, show
+from fabric_ladder.settings import Settings, show, weight_decay
 from fabric_ladder.techniques import used
 
 

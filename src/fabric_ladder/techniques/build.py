@@ -23,8 +23,8 @@ from fabric_ladder.models.configs import (
 from fabric_ladder.models.dtypes import FREQUENCIES, keep_dtype
 from fabric_ladder.models.heads import follow_names
 from fabric_ladder.models.layers import batch_norms, head_names, keep_blocks, text_part
-from fabric_ladder.models.optimizer import optimizer_class, weight_decay
-from fabric_ladder.settings import Settings
+from fabric_ladder.models.optimizer import optimizer_class
+from fabric_ladder.settings import Settings, weight_decay
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.weight_steps import forget_hooks
 
