@@ -176,9 +176,7 @@ def runs(folder):
             options += ["--model", "model", "--log_every", CONSTANTS["PRINT_EVERY"]]
             for constant in ("MAX_LENGTH", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE"):
                 options += [f"--{constant.lower()}", CONSTANTS[constant]]
-            fresh = name == "14_qlora"  # in a new interpreter, as a user starts it; it imports what the others import
-            command = [SRC / f"{name}.py", *options, *CASES[name][0]]
-            done[name] = run_script(*command, cwd=folder, timeout=600, fresh=fresh)
+            done[name] = run_script(SRC / f"{name}.py", *options, *CASES[name][0], cwd=folder, timeout=600)
         return done[name]
 
     return run
