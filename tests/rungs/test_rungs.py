@@ -93,9 +93,8 @@ PRECISION = {name: "bf16-mixed" if stated == "mixed" else stated for name, state
 OPTIMIZER = {"6_lean_optimizer": r"sgd 0\.03 cosine", "18_low_bit_optimizer": r"adam-8bit 0\.001 constant"}
 OPTIMIZER |= {"26_stateless": r"sinkgd 0\.001 cosine"}
 ALL = r"0\.1 M trainable, torch\.(float32|bfloat16)"
-PARAMETERS = dict.fromkeys(
-    ADAPTERS, r"0\.017 M trainable \(12\.14%\), torch\.bfloat16, torch\.float32(, torch\.uint8)?"
-)
+FEW = r"0\.017 M trainable \(12\.14%\), torch\.bfloat16, torch\.float32"
+PARAMETERS = dict.fromkeys(ADAPTERS, FEW) | {"14_qlora": rf"{FEW}, torch\.uint8"}
 PARAMETERS |= {"25_block_by_block": r"0\.\d+ M trainable \(\d+\.\d\d%\), torch\.bfloat16"}
 CUT = {
     "1_batch_size_1": "1 = 1 x 1",
