@@ -39,6 +39,7 @@ TECHNIQUES = {
     "Kahan summation": "--precision bf16-true --kahan_summation true",
     "step in backward": "--step_in_backward true --batch_size 1",
     "optimizer offload": "--optimizer_offload true",
+    "memory budget": "--activation_checkpointing true --memory_budget auto",
     "activation offload": "--activation_checkpointing true --activation_offload true",
     "selective checkpointing": "--activation_checkpointing true --selective_checkpointing true",
     "8-bit products": "--float8 true",

@@ -12,9 +12,10 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
+from fabric_ladder.environment import read_size
 from fabric_ladder.errors import first_line
+from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.planning.overhead import load_overhead
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.settings import Settings
@@ -56,6 +59,76 @@ def predict_peak(
     """
     with _rehearse_run(settings, micro_batches, classes, capability) as rehearsal:
         return rehearsal.peak(settings, micro_batches, evaluations)
+
+
+def keep_most(
+    peak_of: Callable[[int], Peak], blocks: int, needed: Callable[[Peak], int], budget: int | None
+) -> tuple[int, Peak]:
+    """Return the most blocks that can keep their activations within a memory budget, and the peak with them.
+
+    The peak grows with each kept block, first slowly and then by the activations of a block. So every other guess lies
+    on the line between the closest known peaks, and the others halve the numbers that are left.
+
+    Args:
+        peak_of: Rehearses the run with this number of kept blocks.
+        blocks: Number of the model's blocks.
+        needed: The bytes that a run with a peak needs.
+        budget: Bytes; None: there is no limit.
+    """
+    fits, least = 0, peak_of(0)
+    if budget is not None and needed(least) > budget:
+        return fits, least
+    exceeds, most = blocks, peak_of(blocks)
+    if budget is None or needed(most) <= budget:
+        return exceeds, most
+    by_line = True
+    while exceeds - fits > 1:
+        low, high = needed(least), needed(most)
+        kept = fits + (exceeds - fits) * (budget - low) // (high - low) if by_line else (fits + exceeds) // 2
+        by_line = not by_line
+        kept = min(max(kept, fits + 1), exceeds - 1)
+        peak = peak_of(kept)
+        if needed(peak) <= budget:
+            fits, least = kept, peak
+        else:
+            exceeds, most = kept, peak
+    return fits, least
+
+
+def peak_within_budget(
+    settings: Settings,
+    batches: list[list[MicroBatch]],
+    evaluations: Sequence[MicroBatch],
+    classes: int,
+    capability: Capability,
+    needed: Callable[[Peak], int],
+    limit: int | None,
+) -> tuple[int, Peak]:
+    """Return the blocks that keep their activations with `memory_budget`, and the peak of the run.
+
+    Args:
+        settings: Settings of the run.
+        batches: A rank's shares of the effective batches that may need the most memory.
+        evaluations: Batches of the evaluation.
+        classes: Number of classes of a classifier.
+        capability: Compute capability of the GPU.
+        needed: The bytes that a run with a peak needs.
+        limit: Result of `memory_limit`.
+    """
+
+    def peak_of(kept: int) -> Peak:
+        with _rehearse_run(replace(settings, kept_blocks=kept), batches[0], classes, capability) as rehearsal:
+            return max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
+
+    return keep_most(peak_of, len(find_blocks(meta_model(settings))), needed, limit)
+
+
+def memory_limit(settings: Settings, room: int | None) -> int | None:
+    """Return the smaller of the stated memory budget and the GPU's bytes (`room`); None: neither is known."""
+    limits = [] if room is None else [room]
+    if settings.memory_budget not in (None, "auto"):
+        limits.append(read_size(settings.memory_budget, "--memory_budget"))
+    return min(limits, default=None)
 
 
 def _rehearse_run(
@@ -174,15 +247,22 @@ def _answer(
     if reason := unpredictable(settings):
         return {"problem": reason}
     overhead = load_overhead(settings.cache_dir, gpu, capability).on(settings.ranks) if gpu else None
+    needed = overhead.needed if overhead else attrgetter("total")
+    room = room + overhead.expected.outside if overhead and room is not None else None
+    limit = memory_limit(settings, room)
     with _rehearse_run(settings, cuts[0][1][0], classes, capability) as rehearsal:
         for cut in cuts:
             tokens, batches, evaluations = cut
-            peaks = [rehearsal.peak(settings, batch, evaluations) for batch in batches]
-            peak = max(peaks, key=lambda peak: peak.total)
-            if not overhead or room is None or overhead.needed(peak) - overhead.expected.outside <= room:
+            peak = max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
+            if limit is None or needed(peak) <= limit:
                 break
-    found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
-    found |= {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
+    found = {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
+    if settings.memory_budget:
+        found["blocks"] = len(find_blocks(meta_model(settings)))
+        found["kept_blocks"], peak = peak_within_budget(
+            settings, batches, evaluations, classes, capability, needed, limit
+        )
+    found |= {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
     return found | ({"needed": overhead.needed(peak), "workspace": overhead.expected.workspace} if overhead else {})
 
 

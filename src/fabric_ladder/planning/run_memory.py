@@ -7,7 +7,7 @@ from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.gpus import ANY, find_gpu
 from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.plan import find_samples
-from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.planning.predict import largest_batches, memory_limit, peak_within_budget, predict_peak
 from fabric_ladder.settings import FACTS, show
 from fabric_ladder.techniques.memory import Peak
 
@@ -79,8 +79,12 @@ def predict_memory(
     if "eval_batch_tokens" not in settings:
         read = replace(read, eval_batch_tokens=micro_batch_size * samples.length)
     batches = largest_batches(read, samples.length, samples.image_size, classes)
-    peak = predict_peak(read, *batches, classes=classes, capability=kind.capability)
     overhead = overhead_of(kind, read.cache_dir).on(read.ranks)
+    if read.memory_budget:
+        limit, (training, evaluations) = memory_limit(read, kind.memory if gpu else None), batches
+        _, peak = peak_within_budget(read, [training], evaluations, classes, kind.capability, overhead.needed, limit)
+    else:
+        peak = predict_peak(read, *batches, classes=classes, capability=kind.capability)
     low, high = overhead.bounds(peak)
     needed = overhead.needed(peak)
     return MemoryPrediction(peak, low, needed, high, needed - overhead.expected.outside)

@@ -37,7 +37,8 @@ class Prediction:
     Args:
         found: Bytes on each GPU: `total`, its parts (see `KINDS`), `needed`, which adds CUDA's own memory, and
             `workspace`, the part of that which PyTorch's peak includes; bytes of the CPU memory in `host`. With
-            `micro_batch_tokens` `auto` also the number that fits. If the prediction failed, only `problem`.
+            `micro_batch_tokens` `auto` also the number that fits. With a memory budget also the `blocks` of the model
+            and the `kept_blocks`, which are not recomputed. If the prediction failed, only `problem`.
     """
 
     def __init__(self, found: dict):
@@ -64,6 +65,8 @@ class Prediction:
         text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
         text += " of tensors on a GPU" * ("gpu" not in hardware)
+        if blocks := self.found.get("blocks"):
+            text += f", recomputing {blocks - self.found['kept_blocks']} of {blocks} blocks"
         limit = settings.gpu_memory_limit
         available = read_size(limit, "--gpu_memory_limit") if limit else hardware.get("gpu_memory")
         if available is None:
@@ -95,7 +98,9 @@ def start_planner(fabric: Fabric, settings: Settings) -> subprocess.Popen | None
     wanted = settings.predict_memory
     if wanted is None:
         wanted = fabric.device.type == "cuda" or bool(settings.gpu_memory_limit)
-    if fabric.global_rank or not wanted:
+    budget = settings.memory_budget  # `auto` on a CPU is no limit
+    counts_blocks = budget and (budget != "auto" or fabric.device.type == "cuda")
+    if fabric.global_rank or not (wanted or counts_blocks):
         return None
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
     return subprocess.Popen(
@@ -160,11 +165,14 @@ def _ask(planner: subprocess.Popen, question: tuple) -> dict:
 def most_tokens(train_loader: DataLoader) -> int:
     """Return the largest `micro_batch_tokens` that `auto` considers: those of the largest micro-batch, up to `BUDGET`.
 
-    Afterwards the loader's sampler cuts by `BUDGET`.
+    With a memory budget no pass is larger than it must be to keep a GPU busy: kept activations save more time.
+    Afterwards the loader's sampler cuts by this limit.
     """
-    train_loader.sampler.cut_by_tokens(BUDGET)
+    settings = train_loader.sampler.settings
+    most = settings.full_pass if settings.memory_budget else BUDGET
+    train_loader.sampler.cut_by_tokens(most)
     plans = train_loader.sampler.heaviest()
-    return min(BUDGET, max(part.padded for plan in plans for part in train_loader.dataset[plan].micro_batches))
+    return min(most, max(part.padded for plan in plans for part in train_loader.dataset[plan].micro_batches))
 
 
 def _cuts(settings: Settings, train_loader: DataLoader, val_loader: DataLoader) -> list[tuple]:
