@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -59,24 +60,28 @@ class Prediction:
     def line(self, settings: Settings, hardware: dict) -> str:
         """Return the line of the header. For a GPU that is too small it names what to try next."""
         if "problem" in self.found:
-            return f"Predicted peak: unknown ({self.found['problem']})"
+            recomputed = ", so all blocks are recomputed" if settings.memory_budget else ""
+            return f"Predicted peak: unknown ({self.found['problem']}){recomputed}"
         total = self.found["total"]
+        needed = self.found.get("needed", total)
         parts = {kind.name: self.found[key] for key, kind in KINDS.items()}
         text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
         text += " of tensors on a GPU" * ("gpu" not in hardware)
         if blocks := self.found.get("blocks"):
             text += f", recomputing {blocks - self.found['kept_blocks']} of {blocks} blocks"
+        budget = settings.memory_budget
+        if budget not in (None, "auto") and needed > read_size(budget, "--memory_budget"):
+            text += f", still more than --memory_budget {budget}"
         limit = settings.gpu_memory_limit
         available = read_size(limit, "--gpu_memory_limit") if limit else hardware.get("gpu_memory")
         if available is None:
             return text
-        needed = self.found.get("needed", total)
         text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB" + " with CUDA's own" * ("needed" in self.found)
         if needed <= available:
             return text
         phase = self.found["phase"]
-        tries = less_memory(settings, phase if phase == "training" else f"the {phase}")
+        tries = less_memory(replace(settings, memory_budget=None), phase if phase == "training" else f"the {phase}")
         return f"{text}, so it may not fit. Next to try: {tries}"
 
     def end_line(self, measured: int, on_gpu: bool) -> str:
