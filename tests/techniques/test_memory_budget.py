@@ -51,7 +51,7 @@ def test_the_most_blocks_are_kept_that_have_room_and_few_numbers_are_tried(bend)
             tried.append(kept)
             return Peak(0, 0, 0, sizes[kept], 0, 0, 0, "training")
 
-        kept, found = keep_most(peak_of, 24, attrgetter("total"), budget)
+        kept, found = keep_most(peak_of(0), peak_of, 24, attrgetter("total"), budget)
         fitting = [kept for kept, size in enumerate(sizes) if budget is None or size <= budget]
         assert kept == (fitting[-1] if fitting else 0)
         assert found.total == sizes[kept]

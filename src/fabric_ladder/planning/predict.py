@@ -26,7 +26,6 @@ from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
-from fabric_ladder.environment import read_size
 from fabric_ladder.errors import first_line
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.planning.overhead import load_overhead
@@ -34,6 +33,7 @@ from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+from fabric_ladder.techniques.memory_budget import stated_budget
 
 Capability = tuple[int, int] | None  # compute capability of a GPU; None: it computes in bfloat16
 
@@ -57,12 +57,23 @@ def predict_peak(
         classes: Number of classes of a classifier.
         capability: Compute capability of the GPU.
     """
-    with _rehearse_run(settings, micro_batches, classes, capability) as rehearsal:
-        return rehearsal.peak(settings, micro_batches, evaluations)
+    return _highest_peak(settings, [micro_batches], evaluations, classes, capability)
+
+
+def _highest_peak(
+    settings: Settings,
+    batches: list[list[MicroBatch]],
+    evaluations: Sequence[MicroBatch],
+    classes: int,
+    capability: Capability,
+) -> Peak:
+    """Return the highest peak of several effective batches, which share a rehearsal."""
+    with _rehearse_run(settings, batches[0], classes, capability) as rehearsal:
+        return max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
 
 
 def keep_most(
-    peak_of: Callable[[int], Peak], blocks: int, needed: Callable[[Peak], int], budget: int | None
+    least: Peak, peak_of: Callable[[int], Peak], blocks: int, needed: Callable[[Peak], int], budget: int | None
 ) -> tuple[int, Peak]:
     """Return the most blocks that can keep their activations within a memory budget, and the peak with them.
 
@@ -70,12 +81,13 @@ def keep_most(
     on the line between the closest known peaks, and the others halve the numbers that are left.
 
     Args:
+        least: The peak without kept blocks.
         peak_of: Rehearses the run with this number of kept blocks.
         blocks: Number of the model's blocks.
         needed: The bytes that a run with a peak needs.
         budget: Bytes; None: there is no limit.
     """
-    fits, least = 0, peak_of(0)
+    fits = 0
     if budget is not None and needed(least) > budget:
         return fits, least
     exceeds, most = blocks, peak_of(blocks)
@@ -95,40 +107,9 @@ def keep_most(
     return fits, least
 
 
-def peak_within_budget(
-    settings: Settings,
-    batches: list[list[MicroBatch]],
-    evaluations: Sequence[MicroBatch],
-    classes: int,
-    capability: Capability,
-    needed: Callable[[Peak], int],
-    limit: int | None,
-) -> tuple[int, Peak]:
-    """Return the blocks that keep their activations with `memory_budget`, and the peak of the run.
-
-    Args:
-        settings: Settings of the run.
-        batches: A rank's shares of the effective batches that may need the most memory.
-        evaluations: Batches of the evaluation.
-        classes: Number of classes of a classifier.
-        capability: Compute capability of the GPU.
-        needed: The bytes that a run with a peak needs.
-        limit: Result of `memory_limit`.
-    """
-
-    def peak_of(kept: int) -> Peak:
-        with _rehearse_run(replace(settings, kept_blocks=kept), batches[0], classes, capability) as rehearsal:
-            return max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
-
-    return keep_most(peak_of, len(find_blocks(meta_model(settings))), needed, limit)
-
-
 def memory_limit(settings: Settings, room: int | None) -> int | None:
     """Return the smaller of the stated memory budget and the GPU's bytes (`room`); None: neither is known."""
-    limits = [] if room is None else [room]
-    if settings.memory_budget not in (None, "auto"):
-        limits.append(read_size(settings.memory_budget, "--memory_budget"))
-    return min(limits, default=None)
+    return min((size for size in (room, stated_budget(settings)) if size is not None), default=None)
 
 
 def _rehearse_run(
@@ -258,10 +239,13 @@ def _answer(
                 break
     found = {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
     if settings.memory_budget:
-        found["blocks"] = len(find_blocks(meta_model(settings)))
-        found["kept_blocks"], peak = peak_within_budget(
-            settings, batches, evaluations, classes, capability, needed, limit
-        )
+        blocks = len(find_blocks(meta_model(settings)))
+
+        def peak_of(kept: int) -> Peak:
+            return _highest_peak(replace(settings, kept_blocks=kept), batches, evaluations, classes, capability)
+
+        kept, peak = keep_most(peak, peak_of, blocks, needed, limit)
+        found |= {"blocks": blocks, "kept_blocks": kept}
     found |= {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
     return found | ({"needed": overhead.needed(peak), "workspace": overhead.expected.workspace} if overhead else {})
 

@@ -26,6 +26,7 @@ from fabric_ladder.places import CONFIGS, PACKAGE
 from fabric_ladder.settings import Settings, names
 from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.techniques.memory import KINDS, ON_DEVICE
+from fabric_ladder.techniques.memory_budget import stated_budget
 
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs
 TIMEOUT = 120  # seconds
@@ -70,9 +71,9 @@ class Prediction:
         text += " of tensors on a GPU" * ("gpu" not in hardware)
         if blocks := self.found.get("blocks"):
             text += f", recomputing {blocks - self.found['kept_blocks']} of {blocks} blocks"
-        budget = settings.memory_budget
-        if budget not in (None, "auto") and needed > read_size(budget, "--memory_budget"):
-            text += f", still more than --memory_budget {budget}"
+        budget = stated_budget(settings)
+        if budget is not None and needed > budget:
+            text += f", still more than --memory_budget {settings.memory_budget}"
         limit = settings.gpu_memory_limit
         available = read_size(limit, "--gpu_memory_limit") if limit else hardware.get("gpu_memory")
         if available is None:
@@ -103,9 +104,9 @@ def start_planner(fabric: Fabric, settings: Settings) -> subprocess.Popen | None
     wanted = settings.predict_memory
     if wanted is None:
         wanted = fabric.device.type == "cuda" or bool(settings.gpu_memory_limit)
-    budget = settings.memory_budget  # `auto` on a CPU is no limit
-    counts_blocks = budget and (budget != "auto" or fabric.device.type == "cuda")
-    if fabric.global_rank or not (wanted or counts_blocks):
+    limited = stated_budget(settings) is not None or fabric.device.type == "cuda"  # `auto` on a CPU is no limit
+    wanted = wanted or (settings.memory_budget and limited)
+    if fabric.global_rank or not wanted:
         return None
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
     return subprocess.Popen(

@@ -22,16 +22,26 @@ def keep_activations(model: nn.Module, blocks: int) -> None:
         model: Its blocks are checkpointed, apart from frozen ones.
         blocks: Number of the last blocks; 0: all are recomputed.
     """
-    for block in find_blocks(model)[-blocks or len(find_blocks(model)) :]:
+    found = find_blocks(model)
+    for block in found[len(found) - blocks :]:
         block.gradient_checkpointing = False
+
+
+def stated_budget(settings: Settings) -> int | None:
+    """Return the bytes of `memory_budget`; None: there is none, or it is that of the GPU (`auto`).
+
+    Raises:
+        UserError: It is no size.
+    """
+    budget = settings.memory_budget
+    return None if budget in (None, "auto") else read_size(budget, "--memory_budget")
 
 
 class MemoryBudget(Technique):
     """Recompute only the blocks whose activations have no room; `ActivationCheckpointing` recomputes them."""
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        if settings.memory_budget != "auto":
-            read_size(settings.memory_budget, "--memory_budget")
+        stated_budget(settings)  # refuses what is no size
         return None
 
     def notice(self, settings: Settings) -> str | None:
