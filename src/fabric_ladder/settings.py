@@ -500,7 +500,6 @@ class Settings(DataSettings):
         free_on_resume=True,
         metavar="auto|SIZE",
         needs="activation_checkpointing",
-        aliases={"{}": "activation_memory_budget"},
     )
     activation_offload: bool = memory_setting(
         False,
