@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 from record import bloom, record
-from shapes import DPI, GB, LOOKS, PARTS, SHARP, WIDTH, Look, arrow, bars, bits, box, canvas, lanes, over_time, panels, stacked
+from shapes import DPI, GB, LOOKS, PARTS, WIDTH, Look, arrow, bars, bits, box, canvas, lanes, over_time, panels, stacked
 from torch._subclasses import FakeTensorMode
 
 from fabric_ladder.techniques.adam_4bit import TABLES
@@ -51,7 +51,8 @@ def draw(name: str, folder: Path) -> None:
             "axes.spines.top": False, "axes.spines.right": False, "hatch.color": look["line"],
         }  # fmt: skip
         with rc_context(style):
-            figure = Figure(figsize=(WIDTH, height), dpi=SHARP if name.startswith("readme") else DPI)
+            # GitHub shows the README 765 points wide, on many screens with two dots each
+            figure = Figure(figsize=(WIDTH, height), dpi=DPI * (1.5 if name.startswith("readme") else 1))
             title = function.__doc__.rstrip(".")
             figure.text(0.1 / WIDTH, 1 - 0.08 / height, title, va="top", fontsize=11.5, fontweight="bold")
             function(figure, look)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from record import Step
 
-WIDTH, DPI, SHARP = 6.8, 150, 225  # inches, dots per inch; GitHub shows 765 points, on many screens two dots each
+WIDTH, DPI = 6.8, 150  # inches, dots per inch
 GB = 1e9
 PARTS = ["weights", "optimizer state", "gradients", "activations", "temporary"]
 LOOKS = {  # the palette of Okabe and Ito for colour-blind readers
