@@ -22,6 +22,8 @@ PARTS = {
     "--micro_batch_size 4 --rungs 13,14,24",
     "streamed llama-3.1-70b": f"{LLAMA} --rungs 14,24",
     "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4",
+    "plan bloom-560m two T4": "scripts/plan_memory.py --gpu T4 --devices 2",
+    "several bloom-560m two T4": "scripts/plan_memory.py --gpu T4 --devices 2 --rungs 9,10,11 --full",
 }
 
 
