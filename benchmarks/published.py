@@ -20,7 +20,7 @@ Three words of `options` replace a part of our code by the peer's, where the pee
 - `loss=whole`: the loss is transformers' own, which converts all logits to 32 bits.
 
 No constant is fitted. Errors are (predicted - published) / published. `published_series.csv` names pairs of rows, whose
-differences cancel what the peer's model code adds. `--fill` writes the tables of docs/published_peaks.md from the
+differences cancel what the peer's model code adds. `--fill` writes the tables of docs/from_the_posts.md from the
 results.
 """
 
@@ -52,10 +52,11 @@ GROUPS = {  # part of the options -> technique; the first that fits
     "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA", "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
+POSTS = "rasbt/"
 TABLES = {  # header and cells of a row
     "rows": (
-        "row | source | model | technique | batch | optimizer | published | predicted | error",
-        "{number} | {source} | {model} | {technique} | {batch} | {optimizer} | {published_gb:.2f} | "
+        "row | peer | model | technique | batch | optimizer | published | predicted | error",
+        "{number} | {peer} | {model} | {technique} | {batch} | {optimizer} | {published_gb:.2f} | "
         "{predicted_gb:.2f} | {error:+.0%}{mark}",
     ),
     "techniques": (
@@ -164,15 +165,16 @@ def in_gb(record: dict) -> dict:
 
 
 def table(name: str, result: dict) -> list[str]:
-    """Return the lines of a table."""
+    """Return the lines of a table; that of the rows leaves out the posts, whose section has them."""
     if name == "rows":
-        return common.table(*TABLES[name], map(in_gb, result["rows"]))
+        peers = [(row, row["source"].split()[0]) for row in result["rows"] if not row["source"].startswith(POSTS)]
+        return common.table(*TABLES[name], [in_gb(row) | {"peer": peer} for row, peer in peers])
     records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
     return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
 def fill_page(check: bool = False) -> list[Path]:
-    """Write the tables of the stored results into docs/published_peaks.md; see `common.fill_pages`."""
+    """Write the tables of the stored results into docs/from_the_posts.md; see `common.fill_pages`."""
     result = common.read_results(OUT)["published"]
     return common.fill_pages("published", lambda name: table(name, result), check)
 
@@ -182,7 +184,7 @@ def main() -> None:
     parser = common.new_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows that contain one of the TEXTs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
-    parser.add_argument("--fill", action="store_true", help="only write the tables of docs/published_peaks.md")
+    parser.add_argument("--fill", action="store_true", help="only write the tables of docs/from_the_posts.md")
     args = parser.parse_args()
     if args.fill:
         fill_page()
