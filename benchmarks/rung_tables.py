@@ -36,7 +36,7 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
 }  # fmt: skip
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
-NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - combinations\.md\n)", re.DOTALL)
+NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - architectures\.md\n)", re.DOTALL)
 
 
 def grouped() -> Iterator[tuple[str, list[Row]]]:
