@@ -1,4 +1,4 @@
-"""Write the tables of all rungs from the ladder's rows: the README's tables, docs/index.md, mkdocs.yml.
+"""Write the tables of all rungs from the ladder's rows: README, docs/index.md, mkdocs.yml, and the top of their pages.
 
     python benchmarks/rung_tables.py            writes them; `make tables` does it with all other generated tables
     python benchmarks/rung_tables.py --check    lists stale files and writes nothing; exit status 1 if there are any
@@ -125,12 +125,28 @@ def navigation() -> str:
     return "\n".join(lines) + "\n"
 
 
+def places(name: str) -> list[str]:
+    """Return the top of a rung's page: its files, its parent, the previous and the next rung."""
+    ladder = ["0_pytorch", *(rung.stem for rung in RUNGS)]
+    place = ladder.index(name)
+    files, below = f"Plain script: `src/plain/{name}.py`.", None
+    if place:
+        files = f"Rung: `src/{name}.py`. {files} Notebook: `notebooks/{name}.ipynb`."
+        below = parent(RUNGS[place - 1])
+    others = {
+        "Builds on": [below.stem] if below else [],
+        "Previous:": ladder[:place][-1:],
+        "Next:": ladder[place + 1 :][:1],
+    }
+    return [files, *(f"{words} [{other}]({other}.md)." for words, found in others.items() for other in found)]
+
+
 BLOCKS = {block.__name__: block for block in (measured, ladder, techniques)}
 
 
 def fill_pages(check: bool = False) -> list[Path]:
     """Write the tables and the navigation; return the changed files. `check`: write nothing."""
-    changed = common.fill_pages("rungs", lambda name: BLOCKS[name](), check)
+    changed = common.fill_pages("rungs", lambda name: BLOCKS[name]() if name in BLOCKS else places(name), check)
     return [*changed, SITE] if common.update(SITE, lambda text: NAV.sub(navigation(), text), check) else changed
 
 

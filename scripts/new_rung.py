@@ -47,7 +47,8 @@ ROW = """    Row(
 """
 PAGE = """# {number} · {title}
 
-Plain script: `src/plain/{rung}.py`. Rung: `src/{rung}.py`. Builds on [{parent}]({parent}.md).
+<!-- rungs:{rung} -->
+<!-- /rungs -->
 
 ## Problem
 
