@@ -383,16 +383,18 @@ def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
             reasons.append(reason)
         return f"{'' if kind == 'refused' else 'error '}({reasons.index(reason) + 1})"
 
-    table, others = [], {}
+    table, others = {}, {}
     for name, found in results[task]["rows"].items():
         if not found.get("trains", "differs").startswith("differs") or "drawn" in found:
             kind, reason = next(iter(found.items()))
             reason = f"not drawn: {reason.split('. ')[0]}" if kind == "drawn" else reason
             others.setdefault(reason, []).append(f"`{name}`")
         else:
-            table.append([f"`{name}`", *(shown(found.get(column, "yes")) for column in columns(task))])
+            cells = tuple(shown(found.get(column, "yes")) for column in columns(task))
+            table.setdefault(cells, []).append(f"`{name}`")
     listed = [f"- {reason}: {', '.join(names)}" for reason, names in sorted(others.items())]
-    return ["", *common.markdown_table(["architecture", *columns(task)], table), "", *listed, ""]
+    rows = [[", ".join(names), *cells] for cells, names in table.items()]
+    return ["", *common.markdown_table(["architectures", *columns(task)], rows), "", *listed, ""]
 
 
 def main() -> None:
