@@ -48,7 +48,10 @@ PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default:
     "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"), "27_cuda_graphs": ("", 1, " and a pool"),
     "28_memory_budget": ("", 1, " or less, as stated"),
 }  # fmt: skip
-AS_ANOTHER = {"3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision"}
+AS_ANOTHER = {
+    "3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision",
+    "28_memory_budget": "5_low_precision",
+}  # fmt: skip
 
 
 @cache

@@ -81,25 +81,25 @@ def options_of(model: str) -> list[str]:
     return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true", *task]
 
 
-def predict(model: str, entry: Entry, known: dict[str, tuple[Peak, dict]]) -> tuple[Peak, dict]:
-    """Return the predicted peak, and further figures of a memory budget; `known` holds those of earlier settings."""
+def predict(model: str, entry: Entry, known: dict[str, Peak]) -> tuple[Peak, dict[str, int]]:
+    """Return the predicted peak, and what a memory budget leads to; `known` holds the peaks of earlier settings."""
     options = entry.options.replace("--precision 16-mixed", "--precision bf16-mixed").split()  # of the same size
     settings = read_settings(entry.rung, [*options_of(model), *options, "--eval_batch_tokens", EVAL_TOKENS], entry.gpus)
-    key = json.dumps(asdict(replace(settings, name="")))
-    if key not in known:
-        images = settings.task == "image-classification"
-        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (settings.max_length, None, 2)
-        batches = largest_batches(settings, length, image_size)
-        known[key] = predict_peak(settings, *batches, classes), {}
-        if settings.memory_budget:
-            blocks = len(find_blocks(meta_model(settings)))
 
-            def peak_of(kept: int) -> Peak:
-                return predict_peak(replace(settings, kept_blocks=kept), *batches, classes)
+    def peak_of(kept: int) -> Peak:
+        key = json.dumps(asdict(replace(settings, name="", memory_budget=None, kept_blocks=kept)))
+        if key not in known:
+            images = settings.task == "image-classification"
+            length, image_size, classes = (PATCHES, PIXELS, 10) if images else (settings.max_length, None, 2)
+            batches = largest_batches(settings, length, image_size)
+            known[key] = predict_peak(replace(settings, kept_blocks=kept), *batches, classes)
+        return known[key]
 
-            kept, peak = keep_most(known[key][0], peak_of, blocks, ANY_GPU.needed, stated_budget(settings))
-            known[key] = peak, {"blocks": blocks, "recomputed": blocks - kept, "needed": ANY_GPU.needed(peak)}
-    return known[key]
+    if not settings.memory_budget:
+        return peak_of(0), {}
+    blocks = len(find_blocks(meta_model(settings)))
+    kept, peak = keep_most(peak_of(0), peak_of, blocks, ANY_GPU.needed, stated_budget(settings))
+    return peak, {"blocks": blocks, "recomputed": blocks - kept, "needed": ANY_GPU.needed(peak)}
 
 
 def make_data(model: str, folder: Path) -> None:
