@@ -301,7 +301,7 @@ LADDER = (
         title="recompute only the blocks that have no room",
         mechanism="memory_budget.MemoryBudget",
         exact=True,
-        plans=(),  # each micro-batch size would be rehearsed six times; and it takes the memory that the GPU has
+        plans=(),  # each micro-batch size would be rehearsed several times, and no speed is measured
         tries=(
             Step(None, "recomputes all blocks", ("--memory_budget", "null")),
             Step("7_grad_checkpointing", "recomputes all blocks"),
