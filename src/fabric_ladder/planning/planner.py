@@ -224,11 +224,9 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     room = machine.gpu.memory
     sizes = candidate.micro_batches
     size = sizes[0]
-    step = rehearsal.peak(settings, [], [])  # of the optimizer alone
-    if overhead.bounds(step)[1] <= room and most(sizes[-1]) <= room:  # most candidates fit with all samples, or none
-        size = sizes[-1]
-    elif most(size) <= room:
-        size = sizes[bisect(sizes, room, 1, key=most) - 1]
+    if most(size) <= room:  # most candidates fit with all samples, or with none
+        whole = most(sizes[-1]) <= room
+        size = sizes[-1 if whole else bisect(sizes, room, 1, len(sizes) - 1, key=most) - 1]
     host = host_bytes(candidate.rung, settings, rehearsal.counts, peaks[size])
     needed = overhead.needed(peaks[size])
     low, high = overhead.bounds(peaks[size])

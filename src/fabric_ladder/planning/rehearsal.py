@@ -175,7 +175,7 @@ class Rehearsal:
         passes = [peak.of_pass for peak in peaks if peak.phase == "training"]
         found = max(peaks, key=lambda peak: peak.total)._replace(host=host)
         if any(technique.keeps_passes for technique in used(settings)):
-            found = found._replace(pool=max(passes, default=0))
+            found = found._replace(pool=max(passes))
         for technique in used(settings):
             found = technique.add_memory(found, self.counts, settings)
         return found
