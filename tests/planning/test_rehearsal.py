@@ -27,7 +27,7 @@ CONFIGS = {
     "llama": GROUPED | {"model_type": "llama"},
     "qwen3": GROUPED | {"model_type": "qwen3"},
     "mistral": GROUPED | {"model_type": "mistral"},
-    "gemma2": GROUPED | {"model_type": "gemma2", "num_hidden_layers": 10},
+    "gemma2": GROUPED | {"model_type": "gemma2", "num_hidden_layers": 14},
     "bert": WIDE | {"model_type": "bert"},
     "modernbert": WIDE | {"model_type": "modernbert", "num_hidden_layers": 16, "pad_token_id": 0},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": BLOCKS, "n_head": 4, "vocab_size": 512},
