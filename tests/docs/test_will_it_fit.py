@@ -56,13 +56,17 @@ def ask(question: dict[str, str], profile) -> tuple[str, list[dict[str, str]]]:
 
 
 SMALL = ("BERT base", "GPT-2", "BLOOM 560m", "Qwen3 0.6B", "ViT large")  # predicted in seconds
-CELLS = [(number, suits and number % 3 == 1) for number, (*_, suits) in enumerate(DATA["rows"])]
+CELLS = [
+    (number, old) for number, (*_, suits) in enumerate(DATA["rows"]) for old in ([False, True] if suits else [False])
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "old"), CELLS)
 def test_the_stored_figures_are_those_of_the_predictor(number, old):
-    """One question for each technique, some of them for a T4."""
+    """One question for each technique, and for each that suits a T4 another one there."""
+    if old and DATA["rows"][number][0] == "2_grad_accum":
+        pytest.skip("32-bit weights take the same memory on a T4, so that the page has no other figure")
     chance = random.Random(number + 100 * old)
     question = chance.choice([each for each in QUESTIONS if each["model"] in SMALL])
     model, (rung, options, *_) = DATA["models"][question["model"]], DATA["rows"][number]
@@ -127,7 +131,7 @@ def test_the_page_chooses_as_the_planner_does(tmp_path):
     assert not problems
     gpu = find_gpu("A100 80GB")._replace(name="a GPU", memory=card_memory(gigabytes))
     machine = Machine(gpu, host_memory=host * 10**9)
-    plans = make_plans(candidates, Samples(1024), machine, False, lambda _: None)
+    plans = make_plans(candidates, Samples(1024), machine, True, lambda _: None)
     chosen = [plan.candidate.rung for plan in recommend(plans).values()]
     _, rows = ask(question | {"gpu": gigabytes, "host": host}, tmp_path)
     assert [row["name"].split(":")[0] for row in rows if row["best"]] == chosen

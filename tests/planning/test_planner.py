@@ -178,6 +178,21 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
         assert plan.low < plan.needed < plan.high == memory - plan.free
 
 
+def test_a_plan_of_one_pass_is_found_where_a_sum_of_gradients_has_no_room(tmp_path):
+    """A second pass keeps the gradient of a tied embedding table three times."""
+    config = json.loads((MODELS / "llama-tiny.json").read_text()) | {"vocab_size": 100_000, "tie_word_embeddings": True}
+    (tmp_path / "llama.json").write_text(json.dumps(config))
+    options = ["--model", str(tmp_path / "llama.json"), "--task", "instruction-tuning", "--optimizer", "sgd"]
+    options += ["--batch_size", "2", "--activation_checkpointing", "true"]
+    sizes = []
+    for each in ("1", "2"):
+        (plan,) = plans_of(["5_low_precision"], [*options, "--micro_batch_size", each], length=512, plain=True)
+        sizes.append(plan.high)
+    assert sizes[0] > sizes[1]
+    (plan,) = plans_of(["5_low_precision"], options, sizes[1], length=512, plain=True)
+    assert (plan.fits, plan.micro_batch) == (True, 2)
+
+
 @pytest.mark.slow
 def test_the_search_finds_the_recommended_plans_and_leaves_out_the_others(tmp_path):
     rungs = ["2_grad_accum", "4_mixed_precision", "5_low_precision", "13_lora", "18_low_bit_optimizer"]

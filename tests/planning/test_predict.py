@@ -19,10 +19,13 @@ COMBINATIONS = [  # settings that no rung combines
     ("vit", {"precision": "bf16-true", "optimizer": "adafactor"}),
     ("vit", {"attention": "eager", "micro_batch_size": 1, "optimizer": "sgd"}),
     ("bloom", {"precision": "bf16-mixed", "activation_checkpointing": True}),
+    ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
     ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2}),
+    ("bloom", {"train_blocks": "none", "precision": "bf16-mixed"}),
     ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
+    ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("vit", {"optimizer": "sinkgd", "precision": "bf16-true", "step_in_backward": True}),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
@@ -111,7 +114,7 @@ def test_a_gpu_without_flash_attention_repeats_grouped_heads(tmp_path):
     assert older.activations - newer.activations == layers * 2 * more * size
 
 
-@pytest.mark.parametrize(("precision", "offload"), [("bf16-true", True), ("bf16-mixed", False)])
+@pytest.mark.parametrize(("precision", "offload"), [("32-true", True), ("bf16-mixed", False), ("bf16-true", True)])
 def test_the_prediction_agrees_with_real_tensors_under_fsdp(tmp_path, precision, offload):
     values = {"strategy": "fsdp", "devices": 1, "precision": precision, "offload": offload}
     settings, training, _ = case(tmp_path, "bloom", optimizer="sgd", micro_batch_size=4, **values)

@@ -11,7 +11,6 @@ from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.layers import fewer_blocks
 from fabric_ladder.planning.candidates import list_choices, read_settings
-from fabric_ladder.planning.fake_tensors import FakeTensors
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.planning.tracker import Moment, extrapolate
@@ -95,21 +94,6 @@ def test_a_rehearsal_with_fewer_blocks_leaves_out_frozen_ones(tmp_path, family, 
     assert peaks[1].phase == peaks[0].phase
     for part in ("parameters", "gradients", "optimizer_state", "activations", "total"):
         assert getattr(peaks[1], part) == pytest.approx(getattr(peaks[0], part), rel=1e-3), part
-
-
-def test_operations_that_were_seen_before_return_what_pytorch_returns(monkeypatch):
-    settings = read_settings("10_fsdp", ["--model", str(MODELS / "llama-tiny.json"), "--batch_size", "4"], gpus=2)
-    batches = largest_batches(replace(settings, micro_batch_size=1), 64)
-
-    def moments():
-        with rehearse(settings, blank_datasets(3)) as rehearsal:
-            rehearsal.peak(settings, *batches)
-            return [steps.of_optimizer + steps.train(batches[0], True) for steps in rehearsal.blocks]
-
-    monkeypatch.setattr(FakeTensors, "_known", {})
-    found = moments()  # the second block and the second model repeat operations
-    monkeypatch.setattr(FakeTensors, "_add", lambda *_: False)  # nothing is known
-    assert found == moments()
 
 
 def test_blocks_that_alternate_end_at_the_same_type(tmp_path):

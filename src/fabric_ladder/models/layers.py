@@ -1,7 +1,6 @@
 """The names of a model's layers, read from a model without values."""
 
 import inspect
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -58,17 +57,11 @@ def check_images(settings: Settings) -> None:
     if "labels" not in inspect.signature(model.forward).parameters:  # PP-LCNet
         raise UserError(f"{settings.model} ({config.model_type}) computes no loss: choose another --model")
     with refused(problem), torch.no_grad():
-        _pass_images(model, size)
-
-
-@lru_cache(maxsize=1)
-def _pass_images(model: nn.Module, size: int) -> None:
-    """Run the forward pass once for all rungs that a plan compares."""
-    try:
-        model(pixel_values=torch.zeros(2, 3, size, size, device="meta"))
-    except RuntimeError as error:
-        if "meta tensors" not in str(error):  # Perceiver reads values
-            raise
+        try:
+            model(pixel_values=torch.zeros(2, 3, size, size, device="meta"))
+        except RuntimeError as error:
+            if "meta tensors" not in str(error):  # Perceiver reads values
+                raise
 
 
 def head_names(model: nn.Module) -> list[str]:

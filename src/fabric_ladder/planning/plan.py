@@ -68,14 +68,12 @@ def _with_length(options: list[str], length: int | None) -> list[str]:
     """Return the options with the length of the samples as `max_length`, where that of the settings does not suit it.
 
     Raises:
-        UserError: The model has fewer positions, or the samples are images.
+        UserError: The model has fewer positions.
     """
     given = read_words(options)
-    named = read_named_config(given) | given
-    if length and named.get("task") == "image-classification":
-        raise UserError(f"--length {length}: images have no length; leave it out")
     if length is None or "max_length" in given:
         return options
+    named = read_named_config(given) | given
     settings = Settings(**{name: value for name, value in named.items() if name in FACTS})
     if length > (positions := count_positions(settings)):
         raise UserError(f"--length {length} is beyond the {positions} positions of {settings.model}")
@@ -154,6 +152,8 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     problems |= unplanned
     settings = candidates[0].settings
     machine = machine._replace(overhead=overhead_of(machine.gpu, settings.cache_dir))
+    if arguments.length and settings.task == "image-classification":
+        raise UserError(f"--length {arguments.length}: images have no length; leave it out")
     samples, notes = find_samples(settings, arguments.length)
     every = bool(arguments.full or arguments.json or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,7 +36,6 @@ from fabric_ladder.models.configs import load_config, part_config
 from fabric_ladder.models.kernels import declare_flash
 from fabric_ladder.models.layers import FEWEST_BLOCKS, fewer_blocks
 from fabric_ladder.planning.cuda_kernels import CudaKernels
-from fabric_ladder.planning.fake_tensors import FakeTensors
 from fabric_ladder.planning.tracker import Moment, PeakTracker, extrapolate, highest
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.runs.prediction import relevant
@@ -323,6 +323,33 @@ class _Steps:
         for block in transformer_blocks(model):
             fully_shard(block, **options)
         return fully_shard(model, **options)
+
+
+class FakeTensors(FakeTensorMode):
+    """Fake tensors on a CPU; a value that is read is 1, or False."""
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        # the memo keeps a weak reference to each tensor, and Module.to cannot convert referenced tensors
+        self.fake_tensor_converter.set_tensor_memo = lambda *_: None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping the compiler takes time in each operation
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.prim.device.default:  # autograd asks each tensor several times
+            return args[0].device
+        if operation is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            factors = [factor.bfloat16() for factor in args[:2]]  # its fake takes no other type
+            return operation(*factors, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        try:
+            return super().__torch_dispatch__(operation, types, args, kwargs or {})
+        except DataDependentOutputException:
+            if operation is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype  # the run reads a norm, or whether it is finite
+            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 class _AllRanksStarted(LightningEnvironment):

@@ -146,17 +146,17 @@ class PeakTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the check takes time in each operation
+        return False  # as in `FakeTensors`
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation is torch.ops.prim.device.default:  # autograd asks each fake tensor several times
+        if operation is torch.ops.prim.device.default:
             return args[0].device
         if DTensor in types:
             return NotImplemented  # DTensor calls the operation again on local tensors
         with torch._C.DisableTorchFunction():  # in a backward pass `CudaKernels` would handle each attribute
             result = operation(*args, **(kwargs or {}))
             part = None
-            for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and self._counts(tensor):
                     if part is None:
                         part = self._part(operation, args)
