@@ -184,13 +184,13 @@ def test_a_plan_of_one_pass_is_found_where_a_sum_of_gradients_has_no_room(tmp_pa
     (tmp_path / "llama.json").write_text(json.dumps(config))
     options = ["--model", str(tmp_path / "llama.json"), "--task", "instruction-tuning", "--optimizer", "sgd"]
     options += ["--batch_size", "2", "--activation_checkpointing", "true"]
-    sizes = []
+    needed = []
     for each in ("1", "2"):
         (plan,) = plans_of(["5_low_precision"], [*options, "--micro_batch_size", each], length=512, plain=True)
-        sizes.append(plan.high)
-    assert sizes[0] > sizes[1]
-    (plan,) = plans_of(["5_low_precision"], options, sizes[1], length=512, plain=True)
-    assert (plan.fits, plan.micro_batch) == (True, 2)
+        needed.append(plan.high)
+    assert needed[0] > needed[1]
+    (plan,) = plans_of(["5_low_precision"], options, sum(needed) // 2, length=512, plain=True)
+    assert (plan.fits, plan.micro_batch) == (True, 2), (needed, plan.peak)
 
 
 @pytest.mark.slow
