@@ -638,6 +638,18 @@ def cuda_graphs(figure: Figure, look: Look) -> None:
     lanes(axes, look, ["Python", "GPU", "Python, graph", "GPU, graph"], tasks)
 
 
+@picture("28_memory_budget", 3.4)
+def memory_budget(figure: Figure, look: Look) -> None:
+    """Only the blocks that have no room are recomputed."""
+    source = "predicted · BLOOM-560m, bfloat16, 16 × 1,024 tokens, 24 blocks"
+    axes = panels(figure, look, source, 3, legend=PARTS)
+    for each, blocks in zip(axes, (0, 12, 24), strict=True):
+        over_time(each, look, record(16, checkpointing="all", blocks=blocks), PARTS, f"{blocks} recomputed")
+        each.axhline(12, color=look["ink"], linewidth=1.3, linestyle="--")
+    axes[2].text(0.97, 12.3, "budget", ha="right", fontsize=9.5)
+    axes[0].set_ylabel("GB")
+
+
 @picture("micro_batches", 3.2)
 def micro_batches(figure: Figure, look: Look) -> None:
     """One effective batch, three cuts."""
