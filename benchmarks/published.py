@@ -55,9 +55,8 @@ GROUPS = {  # part of the options -> technique; the first that fits
 POSTS = "rasbt/"
 TABLES = {  # header and cells of a row
     "rows": (
-        "row | peer | model | technique | batch | optimizer | published | predicted | error",
-        "{number} | {peer} | {model} | {technique} | {batch} | {optimizer} | {published_gb:.2f} | "
-        "{predicted_gb:.2f} | {error:+.0%}{mark}",
+        "row | peer | model | technique | published | predicted | error",
+        "{number} | {peer} | {model} | {technique} | {published_gb:.2f} | {predicted_gb:.2f} | {error:+.0%}{mark}",
     ),
     "techniques": (
         "technique | rows | median | 90th percentile | largest | mean, signed",

@@ -72,9 +72,10 @@ TECHNIQUES = {
 ALL_PAIRS = [(technique, rung.stem) for technique in TECHNIQUES for rung in RUNGS]
 HEAD = """# Techniques and rungs that go together
 
-Each cell is a run of the rung with that setting, on one CPU process and a tiny model. A number is a refusal before any
-work; the reasons are below. `make combinations` tries every cell and writes this page. `make test-slow` tries every
-23rd cell (of the compiled ones every 69th), and `make test` each reason and each technique once.
+Each cell is a run of the rung with that setting, on one CPU process and a tiny model. Settings with equal answers share
+a row. A number is a refusal before any work; the reasons are below. `make combinations` tries every cell and writes
+this page. `make test-slow` tries every 23rd cell (of the compiled ones every 69th), and `make test` each reason and
+each technique once.
 
 """
 Pair = tuple[str, str]  # pairs of technique and rung
@@ -117,18 +118,23 @@ def written_table() -> dict[Pair, str | None]:
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
     head, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     stems = {rung.stem.split("_")[0]: rung.stem for rung in RUNGS}
-    cells = {(row[0], stems[number]): cell for row in rows for number, cell in zip(head, row[1:], strict=True)}
+    cells = {}
+    for techniques, *row in rows:
+        for technique in techniques.split("; "):
+            cells |= {(technique, stems[number]): cell for number, cell in zip(head, row, strict=True)}
     return {pair: None if cell == "yes" else reasons[cell.strip("()")] for pair, cell in cells.items()}
 
 
 def table(found: dict[Pair, str | None]) -> str:
-    """Return the Markdown: techniques down, rungs across, refusals numbered."""
+    """Return the Markdown: techniques down, those with equal answers in one row; rungs across; refusals numbered."""
     reasons = list(dict.fromkeys(found[pair] for pair in ALL_PAIRS if found[pair]))
     lines = [f"| | {' | '.join(rung.stem.split('_')[0] for rung in RUNGS)} |", "|---" * (len(RUNGS) + 1) + "|"]
+    rows = {}
     for technique in TECHNIQUES:
         answers = [found[technique, rung.stem] for rung in RUNGS]
         cells = [f"({reasons.index(answer) + 1})" if answer else "yes" for answer in answers]
-        lines.append(f"| {technique} | {' | '.join(cells)} |")
+        rows.setdefault(" | ".join(cells), []).append(technique)
+    lines += [f"| {'; '.join(techniques)} | {cells} |" for cells, techniques in rows.items()]
     return HEAD + "\n".join(lines) + "\n\n" + "\n".join(f"{n}. {reason}" for n, reason in enumerate(reasons, 1)) + "\n"
 
 
@@ -138,7 +144,7 @@ def is_compiled(pair: Pair) -> bool:
 
 def test_each_reason_and_each_technique_agree_with_the_page(data):
     written = written_table()
-    assert list(written) == ALL_PAIRS
+    assert written.keys() == set(ALL_PAIRS)
     tried = list({reason: pair for pair, reason in written.items() if reason}.values())
     assert len(tried) > 50
     for place, technique in enumerate(TECHNIQUES):
