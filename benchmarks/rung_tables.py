@@ -129,16 +129,12 @@ def places(name: str) -> list[str]:
     """Return the top of a rung's page: its files, its parent, the previous and the next rung."""
     ladder = ["0_pytorch", *(rung.stem for rung in RUNGS)]
     place = ladder.index(name)
-    files, below = f"Plain script: `src/plain/{name}.py`.", None
+    files = f"Plain script: `src/plain/{name}.py`."
     if place:
         files = f"Rung: `src/{name}.py`. {files} Notebook: `notebooks/{name}.ipynb`."
-        below = parent(RUNGS[place - 1])
-    others = {
-        "Builds on": [below.stem] if below else [],
-        "Previous:": ladder[:place][-1:],
-        "Next:": ladder[place + 1 :][:1],
-    }
-    return [files, *(f"{words} [{other}]({other}.md)." for words, found in others.items() for other in found)]
+    below = [found.stem for found in map(parent, RUNGS[:place][-1:]) if found]  # the first rung has none
+    others = [("Builds on", below), ("Previous:", ladder[:place][-1:]), ("Next:", ladder[place + 1 :][:1])]
+    return [files, *(f"{words} [{other}]({other}.md)." for words, found in others for other in found)]
 
 
 BLOCKS = {block.__name__: block for block in (measured, ladder, techniques)}
