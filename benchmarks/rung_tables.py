@@ -7,9 +7,10 @@ Names, groups and titles are those of `ladder.py`, parents those of the scripts'
 those of evidence_tables.py. A rung without an accuracy of its own has that of the next rung below it.
 """
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common  # first import: it makes the project importable
@@ -18,6 +19,7 @@ from evidence_tables import mean as with_spread
 
 from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.ladder import Row, row_of
+from fabric_ladder.planning.gpus import card_memory
 from fabric_ladder.rungs import RUNGS, parent
 
 HEADINGS = {  # groups of rows, and their headings in the README's table
@@ -34,6 +36,7 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
     "13_lora": " --lora_targets attention", "14_qlora": " --lora_targets attention", "16_bf16_that_learns": "",
     "18_low_bit_optimizer": "",
 }  # fmt: skip
+CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - architectures\.md\n)", re.DOTALL)
@@ -137,7 +140,42 @@ def places(name: str) -> list[str]:
     return [files, *(f"{words} [{other}]({other}.md)." for words, found in others for other in found)]
 
 
-BLOCKS = {block.__name__: block for block in (measured, ladder, techniques)}
+def cards() -> list[str]:
+    """Return the largest model of the page "Will it fit?" for each size of a card: trained whole, and by adapters."""
+    text = (common.ROOT / "docs" / "fit" / "data.js").read_text(encoding="utf-8")
+    data = json.loads(text.removeprefix("const FIT = ").rstrip(";\n"))
+    context, workspace, fragmentation = data["overhead"][0][2]  # of any GPU, the largest
+
+    def answer(label: str, memory: float, kinds: Callable[[int], bool]) -> str | None:
+        peaks = data["models"][label]["tasks"][CARD_TASK]["1024"]
+        fitting = []
+        for row in filter(kinds, range(len(data["rows"]))):
+            tensors = 1e6 * sum(peaks[str(row)][0])
+            high = tensors + context + workspace + fragmentation * (tensors + workspace)
+            host = data["host"][label][CARD_TASK][row] / 1e3
+            if high <= memory and host <= data["host_memory"]:
+                rung = data["rows"][row][0]
+                said = f"{label}, [{number(rung)}](techniques/{rung}.md), {high / 1e9:.1f} GB"
+                fitting.append((data["order"][CARD_TASK][row][0], high, said))
+        return min(fitting)[2] if fitting else None
+
+    weights = {label: model["tasks"][CARD_TASK]["1024"]["0"][0][0]
+               for label, model in data["models"].items() if CARD_TASK in model["tasks"]}  # fmt: skip
+    largest_first = sorted(weights, key=weights.get, reverse=True)
+    quantized = [rung == "14_qlora" for rung, *_ in data["rows"]]
+    kinds = (
+        lambda row: data["all_weights"][row],
+        lambda row: not data["all_weights"][row] and not quantized[row],
+        lambda row: quantized[row],
+    )
+    rows = []
+    for size in CARDS:
+        found = [[answer(label, card_memory(str(size)), kind) for label in largest_first] for kind in kinds]
+        rows.append([f"{size} GB", *(next(filter(None, answers), "–") for answers in found)])
+    return _table(["card", "all weights", "adapters", "adapters on 4-bit weights"], rows, 4)
+
+
+BLOCKS = {block.__name__: block for block in (measured, ladder, cards, techniques)}
 
 
 def fill_pages(check: bool = False) -> list[Path]:
