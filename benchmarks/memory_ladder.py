@@ -1,6 +1,7 @@
 """Predict the peak memory of the rungs for models with random weights.
 
     python benchmarks/memory_ladder.py [--model bloom-560m …] [--only TEXT …]
+    python benchmarks/memory_ladder.py --new     # only the rows that have no prediction yet
 
 Models: BLOOM-560m, ViT-L/16, adapters on BLOOM-7b1, Qwen3-8B and Llama 3.1 8B with one more technique in each row,
 until the model fits into 24 GB, and the models of the posts that have measured figures.
@@ -11,7 +12,8 @@ are the peak of training and validation in GB (10^9 bytes). FSDP and DeepSpeed r
 of DeepSpeed and of 4-bit weights is predicted by formula. `torch.compile` is left out: it keeps at most as much.
 
 `memory_ladder.csv` lists the rungs and options of each model, and the GPUs that FSDP shards over. `target_gb` is the
-figure that a post prints for the same technique, batch and length (docs/from_the_posts.md).
+figure that a post prints for the same technique, batch and length (docs/from_the_posts.md). The plain scripts print the
+figures with `--attention eager`, since they use the attention of transformers.
 """
 
 import csv
@@ -125,11 +127,14 @@ def data_options(model: str, folder: Path) -> list[str]:
     return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
 
 
-def run_model(model: str, only: list[str], out: Path | None) -> None:
-    """Predict a model's entries, print and write them."""
+def run_model(model: str, only: list[str], out: Path | None, stored: list[dict]) -> None:
+    """Predict a model's entries, print and write them; those that are `stored` stay as they are."""
     rows, records, known = [], [], {}
     for entry in ENTRIES[model]:
         if only and not any(text in entry.name for text in only):
+            continue
+        if earlier := [record for record in stored if entry._asdict().items() <= record.items()]:
+            records += earlier
             continue
         print(f"{model}: {entry.name} …", file=sys.stderr, flush=True)
         start = perf_counter()
@@ -152,12 +157,14 @@ def main() -> None:
     parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: all")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries whose name contains a TEXT")
     parser.add_argument("--out", type=Path, help=f"results file; default: {OUT}; with --only nothing is stored")
+    parser.add_argument("--new", action="store_true", help="predict what the results file lacks, and keep the rest")
     args = parser.parse_args()
     out = args.out or (None if args.only else OUT)
     if out:
         common.check_storable(out)
+    stored = common.read_results(out or OUT) if args.new else {}
     for model in args.model or ENTRIES:
-        run_model(model, args.only, out)
+        run_model(model, args.only, out, stored.get(model, {}).get("entries", []))
 
 
 if __name__ == "__main__":

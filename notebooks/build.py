@@ -9,10 +9,12 @@ BLOOM, and reads IMDb from the folder in FABRIC_LADDER_DATA. It needs neither a 
 
 import argparse
 import ast
+import json
 import os
 import re
 import tempfile
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -24,10 +26,19 @@ PLAIN = HERE.parent / "src" / "plain"
 TEXTS = yaml.safe_load((HERE / "texts.yaml").read_text(encoding="utf-8"))
 METADATA = {
     "accelerator": "GPU",
-    "colab": {"gpuType": "T4", "toc_visible": True},
     "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
     "language_info": {"name": "python"},
 }
+[LIGHTNING] = re.findall("^lightning==.*", (HERE.parent / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
+PREDICTIONS = HERE.parent / "benchmarks" / "results" / "memory_ladder.json"
+# predicted GB of the plain scripts: they use the attention of transformers
+PEAKS = {
+    entry["rung"]: entry["predicted"]["total"] / 1e9
+    for entry in json.loads(PREDICTIONS.read_text(encoding="utf-8"))["bloom-560m"]["entries"]
+    if entry["options"].startswith("--attention eager")
+}
+SIZES = {16: "T4", 24: "L4", 40: "A100", 80: "A100"}  # GB of Colab's GPUs; CUDA takes up to 1.5 GB of them
+PEAK = 'fabric.print(f"Peak GPU memory'  # the last line of a plain script: it belongs to the bars
 EXTRAS = {
     "bitsandbytes": "bitsandbytes accelerate",
     "torchao": "torchao",
@@ -86,6 +97,8 @@ def sections(script: str) -> list[tuple[str, str]]:
             continue
         if main:
             line = line.removeprefix("    ")
+        if line.startswith(PEAK):
+            found.append(("Memory", []))
         if title := re.match(r"### (.*)", line):
             found.append((title[1], []))
             continue
@@ -95,11 +108,46 @@ def sections(script: str) -> list[tuple[str, str]]:
     return [(heading, "\n".join(code).strip("\n")) for heading, code in found]
 
 
-def gpu_sentence(script: str) -> str:
-    """Return which GPU a script needs."""
-    if "BFLOAT16" in script:
-        return TEXTS["gpu"]["float16 on a T4"]
-    return TEXTS["gpu"]["bfloat16" if "bfloat16" in script else "32-bit"]
+def scripts() -> list[str]:
+    """Return the names of the plain scripts with Fabric, in the order of their numbers."""
+    names = sorted(path.stem for path in PLAIN.glob("[1-9]*.py"))
+    return sorted(names, key=lambda name: int(name.split("_")[0]))
+
+
+def parent(name: str) -> str | None:
+    """Return the plain script that a script's docstring names as its parent."""
+    found = re.search(r"Builds on (\w+)\.py", (PLAIN / f"{name}.py").read_text(encoding="utf-8"))
+    return found and found[1]
+
+
+def gpu_of(name: str, script: str) -> tuple[str, str]:
+    """Return the GPU that Colab should choose, and the sentences on the GPU that a script needs."""
+    peak = PEAKS.get(name)
+    size = next(size for size in SIZES if (peak or 0) <= size - 1.5)
+    fits = TEXTS["gpu"]["several" if not peak else "small" if size == 16 else "large"].format(size=size, peak=peak)
+    number_type = "float16 on a T4" if "BFLOAT16" in script else "bfloat16" if "bfloat16" in script else "32-bit"
+    own = TEXTS[name].get("gpu")
+    needs_more = size == 16 and (own or number_type == "bfloat16")
+    return SIZES[24 if needs_more else size], f"{fits} {own or TEXTS['gpu'][number_type]}"
+
+
+def links(name: str) -> str:
+    """Return links to the page of a technique, to the notebook that it builds on, and to the next one."""
+    page = "9_ddp.md#dataparallel" if name == "9_dp" else f"{name}.md"
+    following = dict(pairwise(scripts())).get(name)
+    notebooks = {"Builds on": parent(name), "Next": following}
+    found = [f"[The technique](../docs/techniques/{page})"]
+    return " · ".join(found + [f"{word}: [{other}]({other}.ipynb)" for word, other in notebooks.items() if other])
+
+
+def bars(name: str) -> str:
+    """Return the code that draws the peak of a script next to that of the nearest parent with a prediction."""
+    before = parent(name)
+    while before and before not in PEAKS:
+        before = parent(before)
+    known = [f'"{before}, predicted": {PEAKS[before]:.2f}'] if before else []
+    known += [f'"{name}, predicted": PREDICTED'] if name in PEAKS else []
+    return TEXTS["bars"].replace("KNOWN", ", ".join(known)).replace("NAME", name)
 
 
 def cells_of(name: str) -> list[nbformat.NotebookNode]:
@@ -116,17 +164,18 @@ def cells_of(name: str) -> list[nbformat.NotebookNode]:
         cells.append(nbformat.v4.new_code_cell(code.strip("\n")))
 
     title = ast.get_docstring(ast.parse(script)).splitlines()[0].rstrip(".")
-    gpu = texts.get("gpu", gpu_sentence(script))
+    _, gpu = gpu_of(name, script)
     stored = TEXTS["stored"]["nothing" if runs_on_cuda_only(script) else "small"]
-    start = TEXTS["start"].format(name=name, gpu=gpu.strip(), stored=stored.strip())
-    cells.append(nbformat.v4.new_markdown_cell(f"# {title}\n\n{texts['problem'].strip()}\n\n{start.strip()}"))
+    start = TEXTS["start"].format(name=name, stored=stored.strip())
+    paragraphs = [f"# {title}", gpu, links(name), texts["problem"], start]
+    cells.append(nbformat.v4.new_markdown_cell("\n\n".join(text.strip() for text in paragraphs)))
     extras = "".join(f" {packages}" for package, packages in EXTRAS.items() if package in script.lower())
-    add("Install", f'%pip install -q lightning "transformers>=5.23" datasets matplotlib{extras}')
+    add("Install", f'%pip install -q {LIGHTNING} "transformers>=5.23" datasets matplotlib{extras}')
     add("The idea", texts["code"], texts["idea"])
     cells.append(nbformat.v4.new_markdown_cell(texts["shown"].strip()))
     add("Data", TEXTS["data"])
     for heading, code in sections(script):
-        add(heading, code)
+        add(heading, f"{code}\n{bars(name)}" if heading == "Memory" else code)
         if heading == "Imports and settings":
             imports = "import lightning.fabric.connector\n\n" if several else ""
             add("Settings of this notebook", imports + PRINT_EVERY + (ONE_PROCESS if several else ""))
@@ -152,7 +201,9 @@ def runs_on_cuda_only(script: str) -> bool:
 
 def notebook_of(name: str) -> nbformat.NotebookNode:
     """Return a rung's notebook; a code cell that is stored already keeps its outputs."""
-    notebook = nbformat.v4.new_notebook(cells=cells_of(name), metadata=METADATA)
+    gpu, _ = gpu_of(name, (PLAIN / f"{name}.py").read_text(encoding="utf-8"))
+    colab = {"gpuType": gpu, "toc_visible": True}
+    notebook = nbformat.v4.new_notebook(cells=cells_of(name), metadata=METADATA | {"colab": colab})
     path = HERE / f"{name}.ipynb"
     stored = nbformat.read(path, as_version=4).cells if path.exists() else []
     outputs = {cell.source: cell.outputs for cell in stored if cell.cell_type == "code"}
@@ -237,7 +288,7 @@ def main() -> None:
     parser.add_argument("rungs", nargs="*", metavar="RUNG", help="number or name; default: all")
     parser.add_argument("--execute", action="store_true", help="run them too, on a CPU")
     arguments = parser.parse_args()
-    names = sorted((path.stem for path in PLAIN.glob("[1-9]*.py")), key=lambda name: int(name.split("_")[0]))
+    names = scripts()
     if arguments.rungs:
         names = [name for name in names if {name, name.split("_")[0]} & set(arguments.rungs)]
     with tempfile.TemporaryDirectory() as folder:

@@ -80,7 +80,9 @@ LEFT = """Left to do:
  7. docs/techniques/{rung}.md: the page; benchmarks/figures/techniques/{rung}.yaml: the sources of its figures
  8. notebooks/texts.yaml: problem, idea and code; then make notebooks
  9. docs/pictures/draw.py: its picture
-10. benchmarks/memory_ladder.csv: its entry; benchmarks/evidence.py: its accuracy; make combinations; make tables
+10. benchmarks/memory_ladder.csv: its entry, and one with `--attention eager`; python benchmarks/memory_ladder.py --new
+    predicts both, and the peak of the second is PREDICTED in the plain script
+11. benchmarks/evidence.py: its accuracy; make combinations; make tables
 """
 
 
@@ -105,6 +107,7 @@ def write_rung(number: int, name: str, parent: str) -> str:
         text = (folder / f"{parent}.py").read_text(encoding="utf-8")
         text = re.sub(r"(?m) *# NEW.*$", "", text).replace(parent, rung)
         text = re.sub(r"Builds on \w+\.py", f"Builds on {parent}.py", text)
+        text = re.sub(r"(PREDICTED = .*, )[\d.]+ ", r"\g<1>float('nan') ", text)  # not the parent's
         text = re.sub(r"In the package: .*", f"In the package: techniques/{name}.py: {kind}", text)
         (folder / f"{rung}.py").write_text(text, encoding="utf-8")
     insert(ROOT / "src" / f"{rung}.py", f"        {name}=True,  # NEW\n", "    )\n\n    ")

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 10.07  # tokens of a review; GB that this needs on a GPU
 EPOCHS, LEARNING_RATE, SEED, PRINT_EVERY = 1, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
 
 
@@ -65,3 +65,4 @@ if __name__ == "__main__":
             logits = model(**{name: tensor.to(device) for name, tensor in review.items()}).logits
         right += logits.argmax().item() == review["labels"].item()
     print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here, {PREDICTED} GB predicted")

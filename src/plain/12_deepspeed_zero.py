@@ -92,3 +92,4 @@ if __name__ == "__main__":
         right += weight * (logits.argmax().item() == review["labels"].item())
     right = fabric.all_reduce(right, reduce_op="sum")
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here")

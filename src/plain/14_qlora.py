@@ -12,7 +12,7 @@ import torch
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 4.19  # tokens of a review; GB that this needs on a GPU
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 2e-4, 123, 4800  # a loss is printed every 4800 reviews
 RANK, ALPHA, DROPOUT, TARGETS = 8, 32, 0.1, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # adapted
 
@@ -95,3 +95,4 @@ if __name__ == "__main__":
             logits = model(**fabric.to_device(review)).logits
         right += logits.argmax().item() == review["labels"].item()
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here, {PREDICTED} GB predicted")

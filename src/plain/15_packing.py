@@ -12,7 +12,7 @@ import torch
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 12.95  # tokens of a review; GB that this needs on a GPU
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
 BFLOAT16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 DTYPE = torch.bfloat16 if BFLOAT16 else torch.float16  # NEW in 4: the type of the matrix multiplications
@@ -20,7 +20,7 @@ DTYPE = torch.bfloat16 if BFLOAT16 else torch.float16  # NEW in 4: the type of t
 
 def pack(batch):  # NEW in 15: the longest first, each review goes into the first row with space for it
     rows = [[] for _ in batch]
-    for review in batch:
+    for review in sorted(batch, key=lambda review: review["input_ids"].shape[1], reverse=True):
         fits = (row for row in rows if not row or sum(r["input_ids"].shape[1] for r in [*row, review]) <= MAX_LENGTH)
         next(fits).append(review)
     return [row for row in rows if row]
@@ -44,7 +44,6 @@ def train(fabric, model, optimizer, reviews):
         total, seen, printed = 0.0, 0, 0
         for start in range(0, len(order), BATCH_SIZE):
             batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
-            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
             for row in pack(batch):  # NEW in 15: one row at a time
                 with torch.autocast(fabric.device.type, DTYPE):  # NEW in 4: forward pass in 16 bits
                     loss = packed_loss(model, fabric.to_device(row))
@@ -98,3 +97,4 @@ if __name__ == "__main__":
             logits = model(**fabric.to_device(review)).logits
         right += logits.argmax().item() == review["labels"].item()
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here, {PREDICTED} GB predicted")

@@ -13,7 +13,7 @@ from lightning import Fabric
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 4.09  # tokens of a review; GB that this needs on a GPU
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 2e-4, 123, 4800  # a loss is printed every 4800 reviews
 RANK, ALPHA, DROPOUT, TARGETS = 8, 32, 0.1, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # adapted
 
@@ -21,8 +21,7 @@ RANK, ALPHA, DROPOUT, TARGETS = 8, 32, 0.1, ("query_key_value", "dense", "dense_
 class LoRALinear(torch.nn.Module):  # NEW in 13: a frozen layer plus a detour through RANK dimensions
     def __init__(self, layer):
         super().__init__()
-        self.bias = layer.bias
-        weight = layer.weight.data  # NEW in 24: not a parameter, so `fabric.setup` leaves it in CPU memory
+        self.bias, weight = layer.bias, layer.weight.data  # NEW in 24: no parameter, so `setup` leaves it on the CPU
         self.host = weight.pin_memory() if torch.cuda.is_available() else weight
         self.dropout = torch.nn.Dropout(DROPOUT)
         self.down = torch.nn.Linear(layer.in_features, RANK, bias=False)
@@ -98,3 +97,4 @@ if __name__ == "__main__":
             logits = model(**fabric.to_device(review)).logits
         right += logits.argmax().item() == review["labels"].item()
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here, {PREDICTED} GB predicted")

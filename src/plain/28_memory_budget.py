@@ -33,7 +33,6 @@ def has_room(fabric, model, review):  # NEW in 28: does a training on this revie
         return False
     finally:
         model.zero_grad()  # no weight has changed
-        del state
 
 
 def train(fabric, model, optimizer, reviews):

@@ -12,7 +12,7 @@ import torch
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 12.28  # tokens of a review; GB that this needs on a GPU
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
 
 
@@ -71,3 +71,4 @@ if __name__ == "__main__":
             logits = model(**fabric.to_device(review)).logits
         right += logits.argmax().item() == review["labels"].item()
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here, {PREDICTED} GB predicted")

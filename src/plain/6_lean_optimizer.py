@@ -13,7 +13,7 @@ import torch
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 5.54  # tokens of a review; GB that this needs on a GPU
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 1e-2, 123, 4800  # a loss is printed every 4800 reviews
 
 
@@ -75,3 +75,4 @@ if __name__ == "__main__":
             logits = model(**fabric.to_device(review)).logits
         right += logits.argmax().item() == review["labels"].item()
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here, {PREDICTED} GB predicted")

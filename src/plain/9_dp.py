@@ -97,3 +97,4 @@ if __name__ == "__main__":
             logits = model(ids)
         right += (logits.argmax(dim=1) == labels).sum().item()
     fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
+    fabric.print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here")

@@ -46,7 +46,8 @@ def test_a_notebook_is_small_explained_and_run_and_names_no_local_path(script):
     start, *extras = install.partition("matplotlib")[::2]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [transformers] = [each.split(",")[0] for each in project["dependencies"] if each.startswith("transformers")]
-    assert start == f'%pip install -q lightning "{transformers}" datasets '
+    [lightning] = [each for each in (ROOT / "requirements.txt").read_text().split() if each.startswith("lightning==")]
+    assert start == f'%pip install -q {lightning} "{transformers}" datasets '
     imports = {name for name in ("bitsandbytes", "torchao", "deepspeed") if name in script.read_text().lower()}
     assert set(extras[0].split()) - {"accelerate"} == imports
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -54,7 +55,7 @@ def test_a_notebook_is_small_explained_and_run_and_names_no_local_path(script):
     if not script.stem.startswith("12_"):
         assert len(re.findall(r"Samples \d+/00640 \| Loss: [\d.]+", printed)) == 10
         assert re.search(r"Test accuracy [\d.]+%.*negative \d+%, positive \d+%", printed, re.DOTALL)
-        assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+        assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
 
 
 @every_script
@@ -70,6 +71,39 @@ def test_a_notebook_has_the_lines_of_its_script(script):
     # `make notebooks` brings it up to date; building it again keeps the outputs
     built = nbformat.writes(BUILD["notebook_of"](script.stem)) + "\n"
     assert built == (NOTEBOOKS / f"{script.stem}.ipynb").read_text(encoding="utf-8")
+
+
+def test_a_notebook_names_a_gpu_that_is_large_enough_and_links_to_its_neighbours():
+    first = {script.stem: stored(script).cells[0].source.split("\n\n") for script in PLAIN}
+    for _, gpu, links, *_ in first.values():
+        assert gpu.startswith(("A GPU with", "A T4 is too small", "It is meant for several GPUs"))
+        targets = re.findall(r"\]\(([^)#]+)", links)
+        assert [target for target in targets if not (NOTEBOOKS / target).exists()] == []
+    assert "predicted peak is 12.3 GB. It computes in 32-bit" in first["2_grad_accum"][1]
+    assert re.search(
+        r"7_grad.*\.md\).*5_low_precision\.ipynb.*8_init_on_device\.ipynb", first["7_grad_checkpointing"][2]
+    )
+    large = BUILD["gpu_of"]("17_step_in_backward", "bfloat16")
+    assert large[0] == "A100"
+    assert large[1].startswith(
+        "A T4 is too small, and a GPU with 80 GB is large enough: the predicted peak is 57.4 GB."
+    )
+    needs = {name: stored(NOTEBOOKS / name).metadata.colab.gpuType for name in ("2_grad_accum", "5_low_precision")}
+    assert needs == {"2_grad_accum": "T4", "5_low_precision": "L4"}  # a T4 emulates bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("1_batch_size_1", '{"1_batch_size_1, predicted": PREDICTED}'),
+        ("7_grad_checkpointing", '{"5_low_precision, predicted": 7.78, "7_grad_checkpointing, predicted": PREDICTED}'),
+        ("10_fsdp", '{"4_mixed_precision, predicted": 12.95}'),  # 9_ddp, its parent, has no prediction
+    ],
+)
+def test_the_memory_cell_draws_the_predicted_peaks_of_the_script_and_its_parent(name, known):
+    [cell] = [cell for cell in stored(NOTEBOOKS / name).cells if cell.source.startswith(BUILD["PEAK"])]
+    assert f"\nbars = {known}  # GB\n" in cell.source
+    assert len(cell.source.splitlines()) <= 12
 
 
 @pytest.mark.slow

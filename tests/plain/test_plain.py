@@ -2,18 +2,21 @@
 
 import ast
 import difflib
+import json
+import re
 import runpy
 from importlib import import_module
 
 import pytest
 import torch
-from support.helpers import SRC, VOCABULARY, relative_error, tiny_model
+from support.helpers import ROOT, SRC, VOCABULARY, relative_error, tiny_model
 from torch.nn.parallel.replicate import replicate
 
 from fabric_ladder.rungs import RUNGS, parent
 
 PLAIN = SRC / "plain"
 NAMES = [rung.stem for rung in RUNGS]
+SEVERAL_GPUS = (9, 10, 11, 12)  # their peaks depend on the number of GPUs
 WIDE = (10, 11, 12, 13, 14, 15, 17, 19, 25, 27, 28)  # techniques that need up to 25 lines, the others 15
 
 
@@ -22,9 +25,10 @@ def number(name):
 
 
 def code(name):
-    """Return the lines of a plain script without its docstring."""
+    """Return the lines of a plain script without its docstring and its peak of memory, which each script has."""
     text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
-    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    lines = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    return [line for line in lines if not line.startswith(("MODEL, ", '    fabric.print(f"Peak GPU memory'))]
 
 
 @pytest.mark.parametrize("name", ["0_pytorch", "9_dp", *NAMES])
@@ -37,6 +41,28 @@ def test_a_plain_script_is_short_and_marks_its_new_lines(name):
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring.startswith(f"{number(name)} · ")
     assert f"# NEW in {number(name)}" in text or number(name) < 2
+
+
+@pytest.mark.parametrize("name", ["0_pytorch", "9_dp", *NAMES])
+def test_a_plain_script_ends_with_the_peak_of_gpu_memory_and_the_predicted_one(name):
+    text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
+    here = 'print(f"Peak GPU memory: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB here'
+    *_, last = text.splitlines()
+    if number(name) in SEVERAL_GPUS:
+        assert last.strip() == f'fabric.{here}")'
+        assert "PREDICTED" not in text
+        return
+    assert last.strip().removeprefix("fabric.") == f'{here}, {{PREDICTED}} GB predicted")'
+    results = json.loads((ROOT / "benchmarks" / "results" / "memory_ladder.json").read_text(encoding="utf-8"))
+    predicted = [
+        f"{entry['predicted']['total'] / 1e9:.2f}"
+        for entry in results["bloom-560m"]["entries"]
+        if entry["rung"] == name.replace("0_pytorch", "1_batch_size_1")
+        and entry["options"].startswith("--attention eager")  # as in the plain scripts
+    ]
+    row = f"bloom-560m,{name},--attention eager,,1"
+    assert predicted, f"add {row} to benchmarks/memory_ladder.csv and run benchmarks/memory_ladder.py --new"
+    assert re.findall(r"^MODEL, MAX_LENGTH, PREDICTED = .*, ([\d.]+)  #", text, re.MULTILINE) == predicted
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if parent(rung)], ids=lambda rung: rung.stem)
