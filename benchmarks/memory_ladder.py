@@ -131,10 +131,10 @@ def run_model(model: str, only: list[str], out: Path | None, stored: list[dict])
     """Predict a model's entries, print and write them; those that are `stored` stay as they are."""
     rows, records, known = [], [], {}
     for entry in ENTRIES[model]:
-        if only and not any(text in entry.name for text in only):
-            continue
         if earlier := [record for record in stored if entry._asdict().items() <= record.items()]:
             records += earlier
+            continue
+        if only and not any(text in entry.name for text in only):
             continue
         print(f"{model}: {entry.name} …", file=sys.stderr, flush=True)
         start = perf_counter()
