@@ -48,6 +48,7 @@ CLAIMED = sorted(
     {kind for kind in TESTED & RANDOM_ONLY_IN_DROPOUT if kind in CLASSES[TASK]._model_mapping._model_mapping}
 )
 DTYPES = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true"}
+KINDS = [*((kind, torch.float32) for kind in CLAIMED), ("bloom", torch.float64), ("bloom", torch.bfloat16)]
 ROWS, WIDTH, DOCUMENTS = 2, 32, 8
 TAPED = SRC.parent / "tests" / "support" / "taped_script.py"
 
@@ -99,7 +100,7 @@ def packed(seed):
     return MicroBatch(inputs, len(labels), float(rng.random()), last, last)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, [*DTYPES][place % 3]) for place, kind in enumerate(CLAIMED)])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(taped, kind, dtype):
     """The recorder fails at an operation that waits. The gradients stay where they are."""
     config = AutoConfig.for_model(kind)
@@ -112,27 +113,24 @@ def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(ta
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
     recorded, places, found = Graphs(torch.device("cpu")), [], {}
     for replays in (recorded, None):
-        for seed in range(5):
+        for seed in range(3):
             meter = Meter(fabric)
             accumulate_gradients(fabric, model, [packed(seed), packed(seed + 9)], meter, graphs=replays)
             gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
             places.append([gradient.data_ptr() for gradient in gradients])
             found[replays is None, seed] = meter.pending_losses(), *(gradient.clone() for gradient in gradients)
             forget_gradients(fabric, optimizer, recorded)
-    assert recorded.replayed == 9
+    assert recorded.replayed == 5
     assert all(place == places[0] for place in places)
-    for seed in range(5):
+    for seed in range(3):
         assert all(map(torch.equal, found[False, seed], found[True, seed]))
     assert found[True, 0][1].dtype == dtype
 
 
 CASES = {
-    "32-true": {},
-    "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16 with Kahan summation": {"precision": "bf16-true", "kahan_summation": True},
-    "AdamW, clipped": {"max_grad_norm": 1.0, "optimizer": "adamw", "schedule": "cosine"},
-    "not packed": {"packing": False},
-    "class weights": {"class_weights": "balanced"},
+    "bf16-mixed, not packed": {"precision": "bf16-mixed", "packing": False},
+    "AdamW, clipped, class weights": {"max_grad_norm": 1.0, "optimizer": "adamw", "class_weights": "balanced"},
 }
 
 
@@ -146,7 +144,7 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
             monkeypatch.setattr("fabric_ladder.training.state.Graphs", lambda _: None)
         values = {"packing": True, "micro_batch_size": 2, "pad_to_multiple_of": 16} | CASES[name]
         values |= {"max_length": 64, "epochs": 2, "cuda_graphs": True}
-        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=90), **values)
+        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=60), **values)
         found.append((losses(run), [weight.detach().clone() for weight in model.parameters()]))
     (first, weights), (second, others) = found
     assert first == second
@@ -174,9 +172,9 @@ def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    ["--activation_checkpointing true", "--activation_checkpointing true --selective_checkpointing true",
-     "--mlp_tile 64", "--train_blocks last:1", "--lora true --lora_dropout 0", "--optimizer adafactor",
-     "--precision 16-true --optimizer sgd", "--precision bf16-true --kahan_summation true", "--packing false"],
+    ["--activation_checkpointing true --selective_checkpointing true", "--mlp_tile 64 --schedule cosine",
+     "--lora true --lora_dropout 0", "--train_blocks last:1 --optimizer adafactor",
+     "--precision 16-true --optimizer sgd"],
 )  # fmt: skip
 def test_a_technique_under_replays_changes_no_bit(tmp_path, options):
     found = []
@@ -245,7 +243,7 @@ def test_a_gradient_that_is_not_finite_is_named_under_replays(tmp_path, taped):
 
     values = {"packing": True, "max_length": 64, "micro_batch_size": 2, "cuda_graphs": True, "log_every": 200}
     with pytest.raises(NotFiniteError, match="the loss is nan at epoch 1, batch 6 "):
-        run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=160), prepare=spoil, **values)
+        run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=112), prepare=spoil, **values)
     assert taped[0].replayed
 
 
