@@ -144,7 +144,7 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
             monkeypatch.setattr("fabric_ladder.training.state.Graphs", lambda _: None)
         values = {"packing": True, "micro_batch_size": 2, "pad_to_multiple_of": 16} | CASES[name]
         values |= {"max_length": 64, "epochs": 2, "cuda_graphs": True}
-        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=60), **values)
+        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=90), **values)
         found.append((losses(run), [weight.detach().clone() for weight in model.parameters()]))
     (first, weights), (second, others) = found
     assert first == second
@@ -159,7 +159,7 @@ def losses_of(cwd, rung):
 
 def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
     """Tapes take the place of graphs."""
-    options = (*SMALL, "--micro_batch_tokens", 128)
+    options = (*SMALL, "--micro_batch_tokens", 128, "--max_length", 64)
     finished(run_script(SRC / "15_packing.py", *options, cwd=tmp_path))
     text = finished(run_script(TAPED, "filled", "27_cuda_graphs", *options, cwd=tmp_path))
     expected, taped = (losses_of(tmp_path, name) for name in ("15_packing", "27_cuda_graphs"))
@@ -180,11 +180,14 @@ def test_a_technique_under_replays_changes_no_bit(tmp_path, options):
     found = []
     for replays in ("true", "false"):
         (tmp_path / replays).mkdir()
-        more = (*SMALL, "--micro_batch_tokens", 256, "--epochs", 2, "--cuda_graphs", replays, *options.split())
-        finished(run_script(TAPED, "exact", "27_cuda_graphs", *more, cwd=tmp_path / replays))
+        more = (*SMALL, "--micro_batch_tokens", 128, "--max_length", 64, "--cuda_graphs", replays, *options.split())
+        text = finished(run_script(TAPED, "exact", "27_cuda_graphs", *more, cwd=tmp_path / replays))
+        assert bool(re.search(r"CUDA graphs: \d+ recorded in .*, [1-9]\d?% of the passes replayed", text)) == (
+            replays == "true"
+        )
         found.append(losses_of(tmp_path / replays, "27_cuda_graphs"))
     assert found[0] == found[1]
-    assert len(found[0]) == 12
+    assert len(found[0]) == 6
 
 
 def test_of_too_many_graphs_the_one_not_used_for_the_longest_time_is_dropped(taped, monkeypatch):
