@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from support.devices import ONE_THREAD, SIZES, read, same
+from support.devices import ONE_THREAD, SIZES, read, run_ranks, same
 from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script
 from support.resuming import Does, start_fork
 from transformers import AutoModelForSequenceClassification
@@ -73,7 +73,7 @@ def test_each_rank_has_its_own_dropout_masks(run):
 @pytest.mark.slow
 def test_ranks_exchange_the_used_rows_of_a_table_and_get_ddps_gradient_bit_by_bit(tmp_path):
     script = ROOT / "tests" / "support" / "exchanged_rows.py"
-    lines = finished(run_script(script, cwd=tmp_path, fresh=True, **ONE_THREAD)).splitlines()
+    lines = finished(run_ranks(script, 2, cwd=tmp_path)[0]).splitlines()
     found = {tuple(line.split()[:3]): int(line.split()[3]) for line in lines if line[0].isdigit()}
     assert list(found) == [("1000", "True", "False"), ("100", "True", "False"), ("1000", "True", "True")]
     rows = 6 * 12 + 1  # the most different ids of a rank
