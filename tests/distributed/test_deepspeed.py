@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.devices import ONE_THREAD, SIZES, read, same
+from support.devices import ONE_THREAD, SIZES, read, run_ranks, same
 from support.helpers import DEEPSPEED_FILES, MODELS, ROOT, deepspeed_file, run_script, settings_for
 from support.resuming import Evil, lines_of, rows_of
 from torch.utils import cpp_extension
@@ -47,8 +47,7 @@ def run_deepspeed(cwd, config, *more, **environment):
     if isinstance(config, dict):
         (cwd / "zero.json").write_text(json.dumps(config))
         config = cwd / "zero.json"
-    arguments = [*SIZES, *LEARNING, "--devices", "2", "--deepspeed", config, *more]
-    process = run_script(SCRIPT, *arguments, cwd=cwd, **ONE_THREAD, **environment)
+    process, _ = run_ranks(SCRIPT, 2, *SIZES, *LEARNING, "--deepspeed", config, *more, cwd=cwd, **environment)
     folder = cwd / "runs" / "deepspeed_script" / "1"
     assert (folder / "run.json").exists(), process.stderr[-3000:]
     assert json.loads((folder / "run.json").read_text())["status"] == "finished", process.stderr[-3000:]
@@ -263,7 +262,6 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
     state = kept / "checkpoints" / "step-000000004" / "state"
     (weights,) = state.rglob("mp_rank_00_model_states.pt")
     torch.save({"module": Evil()}, weights)
-    arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--devices", "2", "--load", state]
-    process = run_script(SCRIPT, *arguments, cwd=tmp_path, **ONE_THREAD)
+    process, _ = run_ranks(SCRIPT, 2, *SIZES, "--deepspeed", tmp_path / "zero.json", "--load", state, cwd=tmp_path)
     assert re.search("^error.* --load .*made with another model, optimizer or stage", process.stderr, re.MULTILINE)
     assert not (tmp_path / "executed").exists()
