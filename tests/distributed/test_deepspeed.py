@@ -244,7 +244,7 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
 
     A rank that cannot write the next checkpoint does not end the run, and no rank waits for it.
     """
-    config, more = {"zero_optimization": {"stage": 2}}, ["--save_every", "4", "--keep", "9"]
+    config, more = {"zero_optimization": {"stage": 2}}, ["--save_every", "2", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
     shutil.copytree(whole, kept := tmp_path / "whole")
     for later in sorted((whole / "checkpoints").iterdir())[1:]:
@@ -253,13 +253,13 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
     (whole / "run.json").write_text(json.dumps(record | {"status": "running"}))
     folder, stdout = run_deepspeed(tmp_path, config, *more, "--resume", "auto", RANK_1_CANNOT_WRITE="1")
     assert folder == whole
-    assert "No checkpoint after step 7: another rank could not write; the previous one is kept\n" in stdout
-    assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-000000004"]
-    assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000004\n" in stdout
+    assert "No checkpoint after step 4: another rank could not write; the previous one is kept\n" in stdout
+    assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-000000002"]
+    assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000002\n" in stdout
     assert "_load_legacy" not in stdout
     assert lines_of(whole) == lines_of(kept)
     assert rows_of(whole) == rows_of(kept)
-    state = kept / "checkpoints" / "step-000000004" / "state"
+    state = kept / "checkpoints" / "step-000000002" / "state"
     (weights,) = state.rglob("mp_rank_00_model_states.pt")
     torch.save({"module": Evil()}, weights)
     process, _ = run_ranks(SCRIPT, 2, *SIZES, "--deepspeed", tmp_path / "zero.json", "--load", state, cwd=tmp_path)

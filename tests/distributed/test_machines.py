@@ -105,7 +105,7 @@ def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path):
     """The second of two torchruns is killed with its rank and then started again."""
     environment = os.environ | ONE_THREAD | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOST": "127.0.0.1"}
     environment |= {"PORT": str(free_port()), "ADDRESS": "127.0.0.1", "GPUS": "1", "NODES": "1:2"}
-    rung = [str(SRC / "9_ddp.py"), *SIZES, "--epochs", "12", "--save_every", "2"]
+    rung = [str(SRC / "9_ddp.py"), *SIZES, "--epochs", "20", "--save_every", "2"]
     command = ["bash", str(CLOUD / "torchrun_elastic.sh"), *rung]
     logs = [tmp_path / f"{name}.txt" for name in ("first", "second", "again")]
 
@@ -136,7 +136,7 @@ def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path):
     assert steps == sorted(set(steps))
     assert len(steps) in (1, 2), "it continues with one machine, then with both"
     assert [path.name for path in home.parent.iterdir()] == ["1"], "a single run from beginning to end"
-    alone = read(run("9_ddp", 2, "--epochs", "12")[0])
+    alone = read(run("9_ddp", 2, "--epochs", "20")[0])
     losses, rates, results = read(home)
     assert losses == pytest.approx(alone[0], abs=1e-4)
     assert rates == alone[1]

@@ -129,7 +129,7 @@ def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(ta
 
 CASES = {
     "bf16 with Kahan summation": {"precision": "bf16-true", "kahan_summation": True},
-    "bf16-mixed, not packed": {"precision": "bf16-mixed", "packing": False},
+    "bf16-mixed, not packed": {"precision": "bf16-mixed", "packing": False, "micro_batch_size": 4},
     "AdamW, clipped, class weights": {"max_grad_norm": 1.0, "optimizer": "adamw", "class_weights": "balanced"},
 }
 
