@@ -94,7 +94,7 @@ def test_a_checkpoint_of_a_later_epoch_leads_to_the_same_end(tmp_path):
     run_here("2_grad_accum", tmp_path, *more)
     names = [path.name for path in checkpoints(tmp_path / HOME)]
     assert names == [f"step-{n:09d}{'-validated' * (n in (8, 16))}" for n in (3, 6, 8, 9, 12, 15, 16)]
-    resume_copy(tmp_path / HOME, tmp_path / "again", names[3], [*more, "--num_workers", 2])
+    resume_copy(tmp_path / HOME, tmp_path / "again", names[3], [*more, "--num_workers", 1])
 
 
 def copy_until(checkpoint, whole, cwd):
@@ -124,7 +124,14 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
         with torch.no_grad():
             model.score.weight.mul_(1e3)
 
-    options = {"precision": "16-mixed", "save_every": 4, "keep": 9, "epochs": 3, "prepare": enlarge}
+    options = {
+        "precision": "16-mixed",
+        "save_every": 4,
+        "keep": 9,
+        "epochs": 3,
+        "micro_batch_size": 8,
+        "prepare": enlarge,
+    }
     run, _ = run_training(tmp_path, plugin=MixedPrecision("16-mixed", "cpu"), **options)
     first, last = checkpoints(run.folder)[1::3]
     scales = [json.loads((each / PROGRESS).read_text())["precision"]["scale"] for each in (first, last)]
