@@ -43,15 +43,12 @@ ADAPTERS = {"lora": True}
 WAYS = {"full": {}, "adapters": ADAPTERS, "4 bits": ADAPTERS | {"quantization": "nf4"}}
 IMAGES = {"task": "image-classification", "batch_size": 8, "micro_batch_size": 4}
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 8}
-SMALL_MOBILEVIT = {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 8], "num_attention_heads": 2}
-SMALL_LEVIT = {
-    "hidden_sizes": [16, 16, 16],
-    "num_attention_heads": [2, 2, 2],
-    "depths": [1, 1, 1],
-    "key_dim": [4, 4, 4],
+MOBILEVIT = {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 8], "num_attention_heads": 2}
+LEVIT = {"hidden_sizes": [16, 16, 16], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4]}
+WITH_BATCH_NORM = {
+    "levit": LevitConfig(image_size=32, architectures=["LevitForImageClassification"], **LEVIT),
+    "mobilevit": MobileViTConfig(image_size=32, patch_size=2, **MOBILEVIT),
 }
-LEVIT = LevitConfig(image_size=32, architectures=["LevitForImageClassification"], **SMALL_LEVIT)
-MOBILEVIT = MobileViTConfig(image_size=32, patch_size=2, **SMALL_MOBILEVIT)
 
 
 def text_data(names=("bad", "good"), seed=0):
@@ -176,10 +173,14 @@ def test_big_bird_attends_fully_from_the_start(tmp_path):
     torch.testing.assert_close(text_logits(saved), text_logits(model.module))
 
 
-def test_adapters_leave_batch_norm_as_it_is(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("levit", "consolidated"), pytest.param("mobilevit", "sharded", marks=pytest.mark.slow)],
+)
+def test_adapters_leave_batch_norm_as_it_is(tmp_path, kind, layout):
     """Its statistics are not saved with an adapter, so the exported model would differ."""
-    folder = save_image_model(LEVIT, tmp_path / "levit")
-    values = {**IMAGES, **ADAPTERS, "lora_dropout": 0.0, "learning_rate": 1e-3}
+    folder = save_image_model(WITH_BATCH_NORM[kind], tmp_path / kind)
+    values = {**IMAGES, **ADAPTERS, "lora_dropout": 0.0, "save": layout, "learning_rate": 1e-3}
     runs = [trained(tmp_path, folder, image_data(tmp_path, folder), **values | {"micro_batch_size": size})
             for size in (4, 8)]  # fmt: skip
     assert losses(runs[0][0]) == pytest.approx(losses(runs[1][0]), abs=1e-5)
@@ -191,7 +192,7 @@ def test_adapters_leave_batch_norm_as_it_is(tmp_path):
 
 
 def test_a_line_says_that_batch_norm_depends_on_the_micro_batch(tmp_path):
-    folder = save_image_model(MOBILEVIT, tmp_path / "model")
+    folder = save_image_model(WITH_BATCH_NORM["mobilevit"], tmp_path / "model")
     for size, lines in ((4, 1), (8, 0)):
         settings = settings_for(tmp_path, model=str(folder), **IMAGES | {"micro_batch_size": size})
         notices = build_model(settings, blank_datasets(2, 32)).notices

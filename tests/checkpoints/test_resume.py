@@ -70,7 +70,7 @@ def test_a_run_stopped_at_any_place_resumes_bit_by_bit(tmp_path, undisturbed, mo
         monkeypatch.setattr(module, "run_model", interrupted(module.run_model, module))
     for place, stopped in (
         ("Batch 0003/", "in epoch 1 after batch 3;"),
-        ((gradients, False, 4), "in epoch 1 after batch 5;"),  # the second micro-batch of the second step
+        ((gradients, False, 3), "in epoch 1 after batch 4;"),  # the first micro-batch of the second step
         ("Batch 0008/0008", "in epoch 1 after batch 8;"),
         ((loop, False, 2), "in epoch 1 after batch 8;"),  # in the validation
         ("0002/0002 | Batch 0006/", "in epoch 2 after batch 6;"),
@@ -89,12 +89,23 @@ def test_a_run_stopped_at_any_place_resumes_bit_by_bit(tmp_path, undisturbed, mo
     assert (tmp_path / HOME / best / "manifest.json").exists()
 
 
+@SLOW
+def test_adapters_stopped_three_times_resume_bit_by_bit(tmp_path):
+    more = [*EVERY_100, "--resume", "auto"]
+    for place in ("Batch 0003/", "Batch 0008/0008", "0002/0002 | Batch 0006/"):
+        assert run_here("13_lora", tmp_path, *more, at=place)[0] == 143
+    for cwd in (tmp_path, tmp_path / "whole"):
+        cwd.mkdir(exist_ok=True)
+        assert run_here("13_lora", cwd, *more)[0] == 0
+    assert_same(*(cwd / "runs" / "13_lora" / "1" for cwd in (tmp_path, tmp_path / "whole")))
+
+
 def test_a_checkpoint_of_a_later_epoch_leads_to_the_same_end(tmp_path):
     more = ["--save_every", 3, "--keep", 99, "--micro_batch_size", 4]
     run_here("2_grad_accum", tmp_path, *more)
     names = [path.name for path in checkpoints(tmp_path / HOME)]
     assert names == [f"step-{n:09d}{'-validated' * (n in (8, 16))}" for n in (3, 6, 8, 9, 12, 15, 16)]
-    resume_copy(tmp_path / HOME, tmp_path / "again", names[3], [*more, "--num_workers", 1])
+    resume_copy(tmp_path / HOME, tmp_path / "again", names[3], [*more, "--num_workers", 2])
 
 
 def copy_until(checkpoint, whole, cwd):

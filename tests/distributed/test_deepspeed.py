@@ -57,7 +57,7 @@ def run_deepspeed(cwd, config, *more, **environment):
 @SLOW
 @needs_deepspeed
 def test_zero_prints_the_losses_of_one_process(alone, saved):
-    folder, stdout = saved()
+    folder, stdout = saved("zero3")
     same(alone(), folder, abs=1e-4)
     rates = read(folder)[1]
     assert (max(rates), rates[-1]) == (5e-3, 0), "the learning rate schedule reaches its end"
@@ -70,64 +70,75 @@ def test_zero_prints_the_losses_of_one_process(alone, saved):
 @SLOW
 @needs_deepspeed
 def test_hugging_faces_configuration_runs_unchanged_even_without_a_compiler(alone, tmp_path):
-    """The checkpoint of adapters has no frozen weights, and equals the saved adapter."""
-    environment = {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "none"), "SAVE_BOTH": "1"}
-    lora = ("--schedule", "constant", "--warmup_steps", "0", "--lora", "true", "--lora_dropout", "0")
-    more = (*lora, "--save", "sharded")
-    folder, stdout = run_deepspeed(tmp_path, DEEPSPEED_FILES / "zero2_auto.json", *more, **environment)
-    same(alone(*lora), folder, abs=1e-4)
+    environment = {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
+    constant = ("--schedule", "constant", "--warmup_steps", "0")
+    folder, stdout = run_deepspeed(tmp_path, DEEPSPEED_FILES / "zero2_auto.json", *constant, **environment)
+    same(alone(*constant), folder, abs=1e-4)
     assert "PyTorch's Adam steps on the CPU: DeepSpeed cannot compile its faster one: " in stdout
-    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert all("lora_" in name or "score" in name for name in weights)
-    largest = max(path.stat().st_size for path in (folder / "checkpoint").rglob("*.pt"))
-    assert largest < (folder / "base" / "model.safetensors").stat().st_size / 2, "frozen weights are not saved"
-    same_weights(*(load_result(find_result(folder / name)).merge_and_unload() for name in ("checkpoint", "adapter")))
 
 
 @SLOW
 @needs_deepspeed
 def test_deepspeeds_launcher_starts_the_rung_with_the_guides_file_of_stage_3(alone, tmp_path):
-    """It passes `--local_rank=N`. The file offloads weights and optimizer to CPU memory.
-
-    The checkpoint holds the consolidated weights: those of the 32-bit copies, although the run computes in 16 bits.
-    """
+    """It passes `--local_rank=N`. The file offloads weights and optimizer to CPU memory."""
     launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus=2", SCRIPT]  # a CPU has one slot to --include
-    half = ("--precision", "bf16-mixed")
-    arguments = [*SIZES, "--learning_rate", "5e-3", "--deepspeed", DEEPSPEED_FILES / "zero3_auto.json", *half]
+    arguments = [*SIZES, "--learning_rate", "5e-3", "--deepspeed", DEEPSPEED_FILES / "zero3_auto.json"]
     environment = os.environ | ONE_THREAD | {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
-    environment |= {"DS_ACCELERATOR": "cpu", "SAVE_BOTH": "1"}
-    command = [*map(str, [*launcher, *arguments, "--save", "sharded"])]
+    environment |= {"DS_ACCELERATOR": "cpu"}
+    command = [*map(str, [*launcher, *arguments])]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     assert "batch 16 = 2 x 2 x 4" in process.stdout
     constant = ("--max_grad_norm", "null", "--schedule", "constant", "--warmup_steps", "0")
-    folder = tmp_path / "runs" / "deepspeed_script" / "1"
-    assert read(folder)[0] == pytest.approx(read(alone(*constant))[0], abs=0.02)
-    models = [load_result(find_result(folder / name)) for name in ("checkpoint", "model")]
-    same_weights(*models)
-    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in models[1].parameters())
-    assert models[0].config.id2label == {0: "negative", 1: "positive"}
-    assert (folder / "checkpoint" / "tokenizer.json").is_file()
-
-
-def same_weights(first, second):
-    weights, others = first.state_dict(), second.state_dict()
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, others[name]), name
-        assert weight.dtype == torch.float32
+    same(alone(*constant), tmp_path / "runs" / "deepspeed_script" / "1", abs=1e-4)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return the folder of a run of stage 3 that saved a DeepSpeed checkpoint and a consolidated model."""
-    return cache(lambda: run_deepspeed(tmp_path_factory.mktemp("saved"), small(), "--save", "sharded", SAVE_BOTH="1"))
+    """Return the folder of a run that saved a DeepSpeed checkpoint and a consolidated model."""
+
+    @cache
+    def saved(name, *more):
+        cwd = tmp_path_factory.mktemp("saved")
+        return run_deepspeed(cwd, CONFIGS[name], "--save", "sharded", *more, SAVE_BOTH="1")
+
+    return saved
+
+
+CONFIGS = {"zero1": "zero1", "zero2": "zero2", "zero3": small()}
+LORA, HALF = ("--lora", "true", "--lora_dropout", "0"), ("--precision", "bf16-mixed")
+
+
+@SLOW
+@needs_deepspeed
+@pytest.mark.parametrize(("config", "more"), [("zero3", HALF), ("zero2", LORA)], ids=["zero3-bf16", "zero2-lora"])
+def test_deepspeeds_checkpoint_holds_the_consolidated_weights(alone, saved, config, more):
+    folder, _ = saved(config, *more)
+    if more == LORA:
+        same(alone(*LORA), folder, abs=1e-4)
+    whole = "adapter" if "--lora" in more else "model"
+    models = [load_result(find_result(folder / name)) for name in ("checkpoint", whole)]
+    if whole == "adapter":
+        models = [model.merge_and_unload() for model in models]
+        weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+        assert all("lora_" in name or "score" in name for name in weights)
+        largest = max(path.stat().st_size for path in (folder / "checkpoint").rglob("*.pt"))
+        assert largest < (folder / "base" / "model.safetensors").stat().st_size / 2, "frozen weights are not saved"
+    first, second = (model.state_dict() for model in models)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+        assert second[name].dtype == torch.float32, "the weights come from the 32-bit copies"
+    if "bf16-mixed" in more:
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in second.values())
+    assert models[0].config.id2label == {0: "negative", 1: "positive"}
+    assert (folder / "checkpoint" / "tokenizer.json").is_file()
 
 
 @SLOW
 @needs_deepspeed
 def test_training_resumes_from_deepspeeds_checkpoint_on_as_many_ranks(alone, saved, tmp_path):
-    folder, _ = saved()
+    folder, _ = saved("zero3")
     again, _ = run_deepspeed(tmp_path, small(), "--load", folder / "checkpoint")
     model = ("--from_scratch", "false", "--model", str(folder / "model"))
     losses = read(again)[0]
@@ -262,6 +273,7 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
     state = kept / "checkpoints" / "step-000000002" / "state"
     (weights,) = state.rglob("mp_rank_00_model_states.pt")
     torch.save({"module": Evil()}, weights)
-    process, _ = run_ranks(SCRIPT, 2, *SIZES, "--deepspeed", tmp_path / "zero.json", "--load", state, cwd=tmp_path)
+    arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--devices", "2", "--load", state]
+    process = run_script(SCRIPT, *arguments, cwd=tmp_path, **ONE_THREAD)
     assert re.search("^error.* --load .*made with another model, optimizer or stage", process.stderr, re.MULTILINE)
     assert not (tmp_path / "executed").exists()

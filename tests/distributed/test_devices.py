@@ -127,9 +127,13 @@ def test_checkpoints_of_two_ranks_are_read_by_one_and_by_transformers(run):
 
 
 @pytest.mark.slow
-def test_a_sharded_checkpoint_of_two_ranks_resumes_on_three(run):
-    checkpoint = str(run(*FSDP)[0] / "checkpoint")
-    same(run("2_grad_accum", 1, "--load", checkpoint)[0], run("10_fsdp", 3, "--load", checkpoint)[0])
+def test_checkpoints_of_two_ranks_resume_on_one_and_four(run):
+    sharded = ("--load", str(run(*FSDP)[0] / "checkpoint"))
+    single = run("2_grad_accum", 1, *sharded)[0]
+    for rung in (("10_fsdp", 1), ("10_fsdp", 4), ("9_ddp", 4)):
+        same(single, run(*rung, *sharded)[0])
+    whole = ("--from_scratch", "false", "--model", str(run(*OFFLOAD)[0] / "model"))
+    same(run("10_fsdp", 1, *whole)[0], run("2_grad_accum", 1, *whole)[0])
 
 
 @pytest.mark.parametrize("fault", ["another model", "no shard of rank 1"])

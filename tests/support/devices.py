@@ -8,8 +8,9 @@ import pytest
 
 from support.helpers import free_port, run_script
 
-# 53 = 3 x 16 + 5 training samples: the last batch gives three ranks 2, 2 and 1; 33 test samples are odd for all
-SIZES = "--train_samples 53 --validation_samples 21 --test_samples 33 --log_every 1 --eval_batch_tokens 400".split()
+# 57 = 3 x 16 + 9 training samples: the last batch gives two ranks 5 and 4, of which only 5 are two micro-batches;
+# 33 test samples are odd for all
+SIZES = "--train_samples 57 --validation_samples 21 --test_samples 33 --log_every 1 --eval_batch_tokens 400".split()
 SIZES += ["--micro_batch_size", "4", "--precision", "32-true"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

@@ -22,8 +22,9 @@ from fabric_ladder.training import fitting, loop
 
 @pytest.mark.slow
 def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
+    """The run gets less memory until fewer tokens fit; how much this is depends on the machine."""
     chosen, losses = [], []
-    for room in (0, 16):  # MB; half of the tokens fit into 14 MB, all into 20 MB
+    for room in (0, *range(24, 8, -2)):  # MB
         cwd = tmp_path / str(room)
         options = ("--micro_batch_tokens", "auto", "--batch_size", "48")
         stdout = finished(*limited(cwd, (room,), "2_grad_accum", *options))
@@ -33,24 +34,29 @@ def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
         losses.append(figures)
         assert record["settings"]["micro_batch_tokens"] == "auto"
         assert record["results"]["fitted_micro_batch_tokens"] == chosen[-1]
-    assert chosen[0] >= 2 * chosen[1]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        if chosen[-1] < chosen[0]:
+            break
+    assert chosen[0] >= 2 * chosen[-1]
+    assert losses[-1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_all_ranks_use_the_size_that_fits_the_rank_with_the_least_memory(tmp_path):
+    """One rank gets less memory until fewer tokens than a rank's whole share fit."""
     # eager attention's matrices need memory
     options = ("--micro_batch_tokens", "auto", "--attention", "eager", "--batch_size", "96")
-    found = []
-    for rooms in ((0, 0), (0, 19)):  # MB; half of a rank's tokens fit into 17 MB, all into more than 22
-        cwd = tmp_path / str(rooms[1])
-        for process in limited(cwd, rooms, "9_ddp", *options):
+    chosen, losses = [], []
+    for room in (0, *range(30, 12, -3)):  # MB
+        cwd = tmp_path / str(room)
+        for process in limited(cwd, (0, room), "9_ddp", *options):
             finished(process)
-        found.append(read(cwd, "9_ddp"))
-    (whole, roomy), (losses, halved) = found
-    assert losses == pytest.approx(whole, rel=1e-5)
-    share = roomy["results"]["fitted_micro_batch_tokens"]
-    assert halved["results"]["fitted_micro_batch_tokens"] <= share // 2, "less than a rank's whole share"
+        figures, record = read(cwd, "9_ddp")
+        losses.append(figures)
+        chosen.append(record["results"]["fitted_micro_batch_tokens"])
+        if chosen[-1] < chosen[0]:
+            break
+    assert chosen[0] >= 2 * chosen[-1]
+    assert losses[-1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -63,7 +69,7 @@ def test_no_rank_waits_for_one_without_memory_for_its_first_pass(tmp_path):
 
 
 def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path):
-    (process,) = limited(tmp_path, (30,), "2_grad_accum", "--micro_batch_size", 16)
+    (process,) = limited(tmp_path, (4,), "2_grad_accum", "--micro_batch_size", 16)  # its tensors alone need 7 MB
     assert (process.returncode, "Loss:" in process.stdout) == (2, False)
     line = process.stderr.splitlines()[-1]
     assert re.match(

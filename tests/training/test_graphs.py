@@ -49,6 +49,11 @@ CLAIMED = sorted(
 )
 DTYPES = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true"}
 KINDS = [*((kind, torch.float32) for kind in CLAIMED), ("bloom", torch.float64), ("bloom", torch.bfloat16)]
+OTHER_DTYPES = [
+    pytest.param(kind, (torch.float64, torch.bfloat16)[place % 2], marks=pytest.mark.slow)
+    for place, kind in enumerate(CLAIMED)
+    if kind != "bloom"
+]
 ROWS, WIDTH, DOCUMENTS = 2, 32, 8
 TAPED = SRC.parent / "tests" / "support" / "taped_script.py"
 
@@ -100,7 +105,7 @@ def packed(seed):
     return MicroBatch(inputs, len(labels), float(rng.random()), last, last)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [*KINDS, *OTHER_DTYPES])
 def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(taped, kind, dtype):
     """The recorder fails at an operation that waits. The gradients stay where they are."""
     config = AutoConfig.for_model(kind)
@@ -130,19 +135,28 @@ def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(ta
 CASES = {
     "bf16 with Kahan summation": {"precision": "bf16-true", "kahan_summation": True},
     "bf16-mixed, not packed": {"precision": "bf16-mixed", "packing": False, "micro_batch_size": 4},
-    "AdamW, clipped, class weights": {"max_grad_norm": 1.0, "optimizer": "adamw", "class_weights": "balanced"},
+    "AdamW, clipped, class weights": {
+        "max_grad_norm": 1.0,
+        "optimizer": "adamw",
+        "schedule": "cosine",
+        "class_weights": "balanced",
+    },
 }
+SLOW_CASES = {"32-true": {}, "bf16-mixed": {"precision": "bf16-mixed"}, "not packed": {"packing": False}}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatch, taped, name):
+@pytest.mark.parametrize(
+    "values", [*CASES.values(), *(pytest.param(values, marks=pytest.mark.slow) for values in SLOW_CASES.values())],
+    ids=[*CASES, *SLOW_CASES],
+)  # fmt: skip
+def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatch, taped, values):
     """Each has the trial of the heaviest batches, and documents padded to the same number."""
     monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
     found = []
     for replays in (True, False):
         if not replays:
             monkeypatch.setattr("fabric_ladder.training.state.Graphs", lambda _: None)
-        values = {"packing": True, "micro_batch_size": 2, "pad_to_multiple_of": 16} | CASES[name]
+        values = {"packing": True, "micro_batch_size": 2, "pad_to_multiple_of": 16} | values
         values |= {"max_length": 64, "epochs": 2, "cuda_graphs": True}
         run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=90), **values)
         found.append((losses(run), [weight.detach().clone() for weight in model.parameters()]))
@@ -172,22 +186,23 @@ def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    ["--activation_checkpointing true --selective_checkpointing true", "--mlp_tile 64 --schedule cosine",
-     "--lora true --lora_dropout 0", "--train_blocks last:1 --optimizer adafactor",
-     "--precision 16-true --optimizer sgd"],
+    ["--activation_checkpointing true", "--activation_checkpointing true --selective_checkpointing true",
+     "--mlp_tile 64", "--train_blocks last:1", "--lora true --lora_dropout 0", "--optimizer adafactor",
+     "--precision 16-true --optimizer sgd", "--precision bf16-true --kahan_summation true", "--packing false"],
 )  # fmt: skip
 def test_a_technique_under_replays_changes_no_bit(tmp_path, options):
     found = []
     for replays in ("true", "false"):
         (tmp_path / replays).mkdir()
-        more = (*SMALL, "--micro_batch_tokens", 128, "--max_length", 64, "--cuda_graphs", replays, *options.split())
-        text = finished(run_script(TAPED, "exact", "27_cuda_graphs", *more, cwd=tmp_path / replays))
+        more = ["--micro_batch_tokens", 128, "--max_length", 64, "--epochs", 2, "--cuda_graphs", replays]
+        command = [TAPED, "exact", "27_cuda_graphs", *SMALL, *more, *options.split()]
+        text = finished(run_script(*command, cwd=tmp_path / replays))
         assert bool(re.search(r"CUDA graphs: \d+ recorded in .*, [1-9]\d?% of the passes replayed", text)) == (
             replays == "true"
         )
         found.append(losses_of(tmp_path / replays, "27_cuda_graphs"))
     assert found[0] == found[1]
-    assert len(found[0]) == 6
+    assert len(found[0]) == 12
 
 
 def test_of_too_many_graphs_the_one_not_used_for_the_longest_time_is_dropped(taped, monkeypatch):
