@@ -1,7 +1,6 @@
 """Fixtures for all tests: a separate cache, and real data if they are available."""
 
 import contextlib
-import json
 import os
 import signal
 from unittest import mock
@@ -10,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; t
 
 import pytest
 from lightning import Fabric
-from support.helpers import MODELS, real_file
+from support.helpers import real_file
 
 from fabric_ladder.environment import cpu_has_fast_bfloat16
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
@@ -104,12 +103,3 @@ def fabric():
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     return fabric
-
-
-@pytest.fixture(scope="session")
-def dropout_model(tmp_path_factory):
-    """Make a model with dropout, which draws random numbers in each forward pass."""
-    config = json.loads((MODELS / "bloom-quickstart.json").read_text())
-    path = tmp_path_factory.mktemp("model") / "bloom.json"
-    path.write_text(json.dumps(config | {"hidden_dropout": 0.1, "n_layer": 1, "hidden_size": 32, "n_head": 2}))
-    return path

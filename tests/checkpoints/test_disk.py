@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.export import tiny, words_tokenizer
 from support.helpers import file_system, settings_for, token_datasets
-from support.resuming import checkpoints, run_here
+from support.resuming import checkpoints, run_rung_2
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders
@@ -99,25 +99,25 @@ def test_the_disk_needs_room_for_all_checkpoints_that_are_kept(tmp_path, values,
         check_disk_space(settings_for(tmp_path, **values), model, 15, existing)
 
 
-def test_a_resumed_run_needs_no_room_for_the_checkpoints_that_it_has(tmp_path, dropout_model):
+def test_a_resumed_run_needs_no_room_for_the_checkpoints_that_it_has(tmp_path):
     """The run keeps up to 11 checkpoints. It has 3, and there is space for 8.5 more."""
     with file_system(tmp_path / "disk", 50_000) as disk:
-        options = ["--model", dropout_model, "--runs_dir", disk / "runs", "--save_every", 2, "--keep", 9]
-        run_here("2_grad_accum", tmp_path, *options, at="Batch 0006/")
+        options = ["--runs_dir", disk / "runs", "--save_every", 2, "--keep", 9]
+        run_rung_2(tmp_path, *options, at="Batch 0006/")
         made = checkpoints(disk / "runs" / "2_grad_accum" / "1")
         assert len(made) == 3
         size = max(path.stat().st_size for path in made[-1].rglob("*"))
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 17 * size // 2))
-        assert run_here("2_grad_accum", tmp_path, *options, "--resume", "auto", at="Batch 0008/")[0] == 143
+        assert run_rung_2(tmp_path, *options, "--resume", "auto", at="Batch 0008/")[0] == 143
         with pytest.raises(UserError, match=r"--save_every 2 --keep 9 needs .* MB in --runs_dir .* MB are free"):
-            run_here("2_grad_accum", tmp_path, *options)
+            run_rung_2(tmp_path, *options)
 
 
-def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, dropout_model):
+def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path):
     """Other files fill the disk. Then the run continues without new checkpoints, and the old ones stay complete."""
     with file_system(tmp_path / "disk", 20_000) as disk:
-        more = ["--model", dropout_model, "--runs_dir", disk / "runs", "--save_every", 1, "--keep", 99]
-        status, text = run_here("2_grad_accum", tmp_path, *more, at="Batch 0003/", action=lambda: fill(disk))
+        more = ["--runs_dir", disk / "runs", "--save_every", 1, "--keep", 99]
+        status, text = run_rung_2(tmp_path, *more, at="Batch 0003/", action=lambda: fill(disk))
         assert status == 0
         problems = re.findall(r"No checkpoint after step (\d+): (.*); the previous one is kept", text)
         assert problems
@@ -134,9 +134,9 @@ def test_a_model_that_did_not_fit_is_saved_by_resuming_once_there_is_space(tmp_p
     with file_system(tmp_path / "disk", 20_000) as disk:
         options = ["--runs_dir", disk / "runs", "--save", "consolidated", "--save_every", 100]
         with pytest.raises(UserError, match=r"No space left.*: free space and add --resume auto: the last check"):
-            run_here("2_grad_accum", tmp_path, *options, at="0002/0002 | Batch 0003/", action=lambda: fill(disk))
+            run_rung_2(tmp_path, *options, at="0002/0002 | Batch 0003/", action=lambda: fill(disk))
         (disk / "filler").unlink()
-        status, text = run_here("2_grad_accum", tmp_path, *options, "--resume", "auto")
+        status, text = run_rung_2(tmp_path, *options, "--resume", "auto")
         assert status == 0
         assert "Resumed from " in text
         saved = disk / "runs" / "2_grad_accum" / "1" / "model" / "model.safetensors"
@@ -147,12 +147,12 @@ def test_a_model_that_did_not_fit_is_saved_by_resuming_once_there_is_space(tmp_p
 def test_a_disk_without_space_for_a_first_line_is_refused(tmp_path, small_disk):
     fill(small_disk)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
-        run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs")
+        run_rung_2(tmp_path, "--runs_dir", small_disk / "runs")
 
 
 def test_a_read_only_disk_is_refused_before_training(tmp_path, small_disk):
-    run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", at="Batch 0003/")
+    run_rung_2(tmp_path, "--runs_dir", small_disk / "runs", at="Batch 0003/")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for more in ([], ["--resume", "auto"]):
         with pytest.raises(UserError, match=r"^cannot write --runs_dir .* \(Read-only file system\): choose another"):
-            run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", *more)
+            run_rung_2(tmp_path, "--runs_dir", small_disk / "runs", *more)

@@ -8,9 +8,9 @@ import torch
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
-from support.devices import ONE_THREAD, SIZES
+from support.devices import SIZES
 from support.export import run_here, tiny, with_adapter, words_tokenizer
-from support.helpers import MODELS, ROOT, SRC, VOCABULARY, finished, run_script, settings_for, token_datasets
+from support.helpers import MODELS, ROOT, SRC, VOCABULARY, settings_for, token_datasets
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -264,6 +264,7 @@ def test_the_scripts_refuse_bad_input_in_one_line_and_leave_nothing(trained, tmp
 
 def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
     """`pipeline` loads the exported folder without further arguments and has the names of the classes."""
+    monkeypatch.chdir(tmp_path)
     for number in range(40):
         for name, colour in (("red", (200, number, 0)), ("blue", (0, number, 200))):
             (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)
@@ -273,14 +274,13 @@ def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
     config = tmp_path / "none.yaml"
     config.write_text("{}")
     arguments += ("--config", config, "--save", "sharded", "--image_size", "32")
-    finished(run_script(SRC / "2_grad_accum.py", *arguments, cwd=tmp_path, **ONE_THREAD))
-    finished(run_script(EXPORT, "runs/2_grad_accum/1", cwd=tmp_path))
+    run_here(monkeypatch, SRC / "2_grad_accum.py", *arguments, "--micro_batch_size", "8")
+    run_here(monkeypatch, EXPORT, "runs/2_grad_accum/1")
     classify = pipeline("image-classification", model=str(tmp_path / "runs" / "2_grad_accum" / "1" / "export"))
     for name, colour in (("red", (210, 5, 0)), ("blue", (0, 5, 210))):
         assert classify(Image.new("RGB", (50, 50), colour))[0]["label"] == name
 
-    finished(run_script(SRC / "2_grad_accum.py", *SIZES, "--save", "consolidated", cwd=tmp_path, **ONE_THREAD))
-    monkeypatch.chdir(tmp_path)
+    run_here(monkeypatch, SRC / "2_grad_accum.py", *SIZES, "--save", "consolidated")
     run_here(monkeypatch, EXPORT, "runs/2_grad_accum/2", "--output", "plain")
     classify = pipeline("text-classification", model=str(tmp_path / "plain"), truncation=True)
     assert {row["label"] for row in classify("A film.", top_k=None)} == {"negative", "positive"}

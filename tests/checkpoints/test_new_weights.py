@@ -173,7 +173,10 @@ def test_big_bird_attends_fully_from_the_start(tmp_path):
     torch.testing.assert_close(text_logits(saved), text_logits(model.module))
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("levit", "consolidated"), ("mobilevit", "sharded")])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("levit", "consolidated"), pytest.param("mobilevit", "sharded", marks=pytest.mark.slow)],
+)
 def test_adapters_leave_batch_norm_as_it_is(tmp_path, kind, layout):
     """Its statistics are not saved with an adapter, so the exported model would differ."""
     folder = save_image_model(WITH_BATCH_NORM[kind], tmp_path / kind)

@@ -7,20 +7,31 @@ import os
 import pickle
 import random
 import re
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
-from support.helpers import SRC, finished, run_script
-from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here, tensors_of, terminate
+from support.devices import run_ranks
+from support.helpers import SRC, finished
+from support.resuming import (
+    SIZES,
+    Evil,
+    assert_same,
+    checkpoints,
+    lines_of,
+    run_here,
+    run_rung_2,
+    start_fork,
+    tensors_of,
+    terminate,
+)
 from support.training import run_training
 
 from fabric_ladder import UserError
@@ -30,46 +41,71 @@ from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.training import gradients, loop
 
 SLOW = pytest.mark.slow
-PLACES = ("Batch 0003/", "Batch 0008/0008", "0002/0002 | Batch 0006/")
+HOME = Path("runs", "2_grad_accum", "1")
+EVERY_100 = ["--save_every", 100]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, dropout_model):
-    """Return the folder of a run of a rung that nothing has stopped."""
-
-    @cache
-    def undisturbed(name):
-        cwd = tmp_path_factory.mktemp("whole")
-        assert run_here(name, cwd, "--model", dropout_model, "--save_every", 100)[0] == 0
-        return cwd / "runs" / name / "1"
-
-    return undisturbed
+def undisturbed(tmp_path_factory):
+    """Return the folder of a run that nothing has stopped."""
+    cwd = tmp_path_factory.mktemp("whole")
+    assert run_rung_2(cwd, *EVERY_100)[0] == 0
+    return cwd / HOME
 
 
-@pytest.mark.parametrize("name", ["2_grad_accum", pytest.param("13_lora", marks=SLOW)])
-def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model, undisturbed, name):
-    """SIGTERM stops the run mid-epoch, then at the end of the epoch before validation, then in the next epoch."""
-    options = ["--model", dropout_model, "--save_every", 100, "--resume", "auto"]
-    for place in PLACES:
-        status, text = run_here(name, tmp_path, *options, at=place)
-        assert status == 143
-        stopped = r"^Stopped by SIGTERM (in epoch \d after batch \d|after epoch \d); go on with: .* --resume auto$"
-        assert re.search(stopped, text, re.M)
-    status, text = run_here(name, tmp_path, *options)
-    assert status == 0
-    assert "Resumed from runs/" in text
-    assert_same(tmp_path / "runs" / name / "1", undisturbed(name))
+def test_a_run_stopped_at_any_place_resumes_bit_by_bit(tmp_path, undisturbed, monkeypatch):
+    """SIGTERM arrives after a printed line or with a micro-batch, of which a step has two."""
+    calls, place = [], None
+
+    def interrupted(run_model, module):
+        def run(fabric, model, micro_batch, confusion=None):
+            calls.append((module, confusion is not None))  # only the test has a confusion matrix
+            if place == (*calls[-1], calls.count(calls[-1])):
+                terminate()
+            return run_model(fabric, model, micro_batch, confusion)
+
+        return run
+
+    for module in (gradients, loop):
+        monkeypatch.setattr(module, "run_model", interrupted(module.run_model, module))
+    for place, stopped in (
+        ("Batch 0003/", "in epoch 1 after batch 3;"),
+        ((gradients, False, 3), "in epoch 1 after batch 4;"),  # the first micro-batch of the second step
+        ("Batch 0008/0008", "in epoch 1 after batch 8;"),
+        ((loop, False, 2), "in epoch 1 after batch 8;"),  # in the validation
+        ("0002/0002 | Batch 0006/", "in epoch 2 after batch 6;"),
+        ((loop, True, 2), "after epoch 2;"),  # in the test
+    ):
+        calls.clear()
+        printed = place if isinstance(place, str) else None
+        status, text = run_rung_2(tmp_path, *EVERY_100, "--resume", "auto", at=printed)
+        places = re.findall("^Stopped by SIGTERM (.*) go on with: .* --resume auto$", text, re.M)
+        assert (status, places) == (143, [stopped])
+    place = None
+    status, text = run_rung_2(tmp_path, *EVERY_100, "--resume", "auto")
+    assert (status, "Resumed from runs/" in text, "Time elapsed" in text) == (0, True, False), "only the test is left"
+    assert_same(tmp_path / HOME, undisturbed)
+    best = json.loads((tmp_path / HOME / "run.json").read_text())["best_checkpoint"]
+    assert (tmp_path / HOME / best / "manifest.json").exists()
 
 
-def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model):
-    more = ["--model", dropout_model, "--save_every", 3, "--keep", 99]
+@SLOW
+def test_adapters_stopped_three_times_resume_bit_by_bit(tmp_path):
+    more = [*EVERY_100, "--resume", "auto"]
+    for place in ("Batch 0003/", "Batch 0008/0008", "0002/0002 | Batch 0006/"):
+        assert run_here("13_lora", tmp_path, *more, at=place)[0] == 143
+    for cwd in (tmp_path, tmp_path / "whole"):
+        cwd.mkdir(exist_ok=True)
+        assert run_here("13_lora", cwd, *more)[0] == 0
+    assert_same(*(cwd / "runs" / "13_lora" / "1" for cwd in (tmp_path, tmp_path / "whole")))
+
+
+def test_a_checkpoint_of_a_later_epoch_leads_to_the_same_end(tmp_path):
+    more = ["--save_every", 3, "--keep", 99, "--micro_batch_size", 4]
     run_here("2_grad_accum", tmp_path, *more)
-    whole = tmp_path / "runs" / "2_grad_accum" / "1"
-    names = [path.name for path in checkpoints(whole)]
-    steps = [f"step-{n:09d}{'-validated' * (n in (8, 16))}" for n in (3, 6, 8, 9, 12, 15, 16)]
-    assert names == steps
-    for name, workers in ((steps[1], 0), (steps[3], 2)):
-        resume_copy(whole, tmp_path / name, name, [*more, "--num_workers", workers])
+    names = [path.name for path in checkpoints(tmp_path / HOME)]
+    assert names == [f"step-{n:09d}{'-validated' * (n in (8, 16))}" for n in (3, 6, 8, 9, 12, 15, 16)]
+    resume_copy(tmp_path / HOME, tmp_path / "again", names[3], [*more, "--num_workers", 2])
 
 
 def copy_until(checkpoint, whole, cwd):
@@ -99,7 +135,14 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
         with torch.no_grad():
             model.score.weight.mul_(1e3)
 
-    options = {"precision": "16-mixed", "save_every": 4, "keep": 9, "epochs": 3, "prepare": enlarge}
+    options = {
+        "precision": "16-mixed",
+        "save_every": 4,
+        "keep": 9,
+        "epochs": 3,
+        "micro_batch_size": 8,
+        "prepare": enlarge,
+    }
     run, _ = run_training(tmp_path, plugin=MixedPrecision("16-mixed", "cpu"), **options)
     first, last = checkpoints(run.folder)[1::3]
     scales = [json.loads((each / PROGRESS).read_text())["precision"]["scale"] for each in (first, last)]
@@ -111,28 +154,13 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
     assert_same(home, run.folder)
 
 
-@SLOW
-def test_a_checkpoint_after_an_evaluation_has_the_state_of_all_shards(tmp_path, dropout_model):
-    """An evaluation has no backward pass, after which FSDP would free the gathered embedding and head."""
-    more = ["--model", dropout_model, "--save_every", 100, "--keep", 9, "--devices", 1]
-
-    def run(cwd, *resuming):
-        return finished(run_script(SRC / "10_fsdp.py", *map(str, [*SIZES, *more, *resuming]), cwd=cwd))
-
-    run(tmp_path)
-    whole = tmp_path / "runs" / "10_fsdp" / "1"
-    home = copy_until(checkpoints(whole)[0].name, whole, tmp_path / "again")
-    assert "Resumed from runs/10_fsdp/1/checkpoints/step-000000008-validated" in run(
-        tmp_path / "again", "--resume", "auto"
-    )
-    assert_same(home, whole)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("13_lora", ()),
         ("18_low_bit_optimizer", ("--optimizer", "adam-4bit")),
+        # an evaluation has no backward pass, after which FSDP would free the gathered embedding and head
+        pytest.param("10_fsdp", ("--devices", 1, "--epochs", 2, "--save_every", 100), marks=SLOW),
         pytest.param("2_grad_accum", ("--train_blocks", "none", "--optimizer", "adafactor"), marks=SLOW),
         pytest.param("11_fsdp_cpu_offload", ("--devices", 1), marks=SLOW),
         pytest.param("15_packing", ("--task", "instruction-tuning", "--max_length", 256), marks=SLOW),
@@ -143,8 +171,8 @@ def test_a_checkpoint_after_an_evaluation_has_the_state_of_all_shards(tmp_path, 
             "20_activation_offload", "21_selective_checkpointing", "24_streamed_layers", "26_stateless")),
     ],
 )  # fmt: skip
-def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, dropout_model, name, options):
-    more = ["--model", dropout_model, "--epochs", 1, "--save_every", 3, "--keep", 9, *options]
+def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, name, options):
+    more = ["--epochs", 1, "--save_every", 5, "--keep", 9, *options]
     try:
         assert run_here(name, tmp_path, *more)[0] == 0
         whole = tmp_path / "runs" / name / "1"
@@ -154,55 +182,18 @@ def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, dropout_mode
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("module", "call", "place"),
-    [
-        (gradients, 36, "in epoch 1 after batch 4;"),
-        (loop, 2, "in epoch 1 after batch 8;"),
-        (loop, -2, "after epoch 2;"),
-    ],
-    ids=["fifth step", "validation", "test"],
-)
-def test_a_run_stopped_inside_a_step_or_an_evaluation_resumes_bit_by_bit(
-    tmp_path, dropout_model, undisturbed, monkeypatch, module, call, place
-):
-    """The signal arrives with a micro-batch. A step has 8 of them."""
-    options = ["--model", dropout_model, "--save_every", 100, "--resume", "auto"]
-    calls = []
-    run_model = module.run_model
-
-    def interrupted(fabric, model, micro_batch, confusion=None):
-        calls.append(confusion is not None)  # only the test has a confusion matrix
-        if len(calls) == call or sum(calls) == -call:
-            terminate()
-        return run_model(fabric, model, micro_batch, confusion)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "run_model", interrupted)
-        status, text = run_here("2_grad_accum", tmp_path, *options)
-    assert (status, f"Stopped by SIGTERM {place}" in text) == (143, True), text
-    status, text = run_here("2_grad_accum", tmp_path, *options)
-    assert status == 0
-    assert ("Time elapsed" in text) == (call > 0), "a run that was stopped in the test is trained"
-    home = tmp_path / "runs" / "2_grad_accum" / "1"
-    assert_same(home, undisturbed("2_grad_accum"))
-    best = json.loads((home / "run.json").read_text())["best_checkpoint"]
-    assert (home / best / "manifest.json").exists()
-
-
-def test_a_run_without_save_every_can_be_stopped_and_leaves_no_checkpoint_at_its_end(tmp_path, dropout_model):
-    status, text = run_here("2_grad_accum", tmp_path, "--model", dropout_model, at="Batch 0003/")
+def test_a_run_without_save_every_can_be_stopped_and_leaves_no_checkpoint_at_its_end(tmp_path):
+    status, text = run_rung_2(tmp_path, at="Batch 0003/")
     assert status == 143
     assert "Stopped by SIGTERM in epoch 1 after batch 3; go on with: " in text
-    home = tmp_path / "runs" / "2_grad_accum" / "1"
+    home = tmp_path / HOME
     assert [path.name for path in checkpoints(home)] == ["step-000000003"]
     assert json.loads((home / "run.json").read_text())["status"] == "stopped"
-    status, _ = run_here("2_grad_accum", tmp_path, "--model", dropout_model, "--resume", "auto")
-    assert status == 0
+    assert run_rung_2(tmp_path, "--resume", "auto")[0] == 0
     assert {path.name for path in home.iterdir()} == {"log.txt", "metrics.csv", "run.json"}
     resumed = json.loads((home / "run.json").read_text())["resumed"]
     assert [part["samples"] for part in resumed] == [24]
-    status, text = run_here("2_grad_accum", tmp_path, "--model", dropout_model, "--resume", "auto")
+    status, text = run_rung_2(tmp_path, "--resume", "auto")
     assert status == 0
     assert text.endswith("has finished already; leave out --resume to start a new run\n")
     assert [path.name for path in home.parent.iterdir()] == ["1"]
@@ -216,7 +207,7 @@ def test_a_resumed_run_has_the_settings_of_its_newest_start(tmp_path, monkeypatc
         more = ["--micro_batch_size", size, "--resume", "auto"]
         status, text = run_here("2_grad_accum", tmp_path, *more, at=place)
         assert (status, f"--micro_batch_size {size} --resume auto\n" in text) == ((143, True) if place else (0, False))
-    record = json.loads((tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").read_text())
+    record = json.loads((tmp_path / HOME / "run.json").read_text())
     assert record["settings"]["micro_batch_size"] == 4
     assert "--micro_batch_size 8" in record["command"]
     assert ["--micro_batch_size 2" in part["command"] for part in record["resumed"]] == [True, False]
@@ -226,14 +217,13 @@ def test_a_resumed_run_has_the_settings_of_its_newest_start(tmp_path, monkeypatc
 
 def test_keep_keeps_the_newest_and_the_best(tmp_path):
     """With this learning rate the loss grows, so the first epoch is the best."""
-    more = ["--save_every", 3, "--keep", 2, "--epochs", 3, "--learning_rate", 0.5]
-    run_here("2_grad_accum", tmp_path, *more)
-    home = tmp_path / "runs" / "2_grad_accum" / "1"
-    losses = [epoch["validation_loss"] for epoch in json.loads((home / "run.json").read_text())["results"]["epochs"]]
+    run_rung_2(tmp_path, "--save_every", 3, "--keep", 2, "--epochs", 3, "--learning_rate", 0.5)
+    record = json.loads((tmp_path / HOME / "run.json").read_text())
+    losses = [epoch["validation_loss"] for epoch in record["results"]["epochs"]]
     best = f"step-{8 * (1 + losses.index(min(losses))):09d}-validated"
     newest = ["step-000000021", "step-000000024-validated"]
-    assert [path.name for path in checkpoints(home)] == sorted({best, *newest})
-    assert json.loads((home / "run.json").read_text())["best_checkpoint"] == f"checkpoints/{best}"
+    assert [path.name for path in checkpoints(tmp_path / HOME)] == sorted({best, *newest})
+    assert record["best_checkpoint"] == f"checkpoints/{best}"
 
 
 def test_a_checkpoint_of_the_test_is_removed_with_its_branch(tmp_path):
@@ -253,7 +243,7 @@ def test_a_checkpoint_of_the_test_is_removed_with_its_branch(tmp_path):
 @pytest.fixture(scope="module")
 def stopped_once(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("stopped")
-    run_here("2_grad_accum", cwd, "--save_every", 2, "--keep", 9, at="Batch 0006/")
+    run_rung_2(cwd, "--save_every", 2, "--keep", 9, at="Batch 0006/")
     return cwd / "runs"
 
 
@@ -265,8 +255,7 @@ def stopped(tmp_path, stopped_once):
 def test_a_run_can_resume_from_an_older_checkpoint(tmp_path, stopped):
     """Later checkpoints are removed, or the next run would take them for the newest ones."""
     older = stopped / "checkpoints" / "step-000000002"
-    more = ["--save_every", 3, "--keep", 1]
-    status, text = run_here("2_grad_accum", tmp_path, *more, "--resume", older, at="Batch 0003/")
+    status, text = run_rung_2(tmp_path, "--save_every", 3, "--keep", 1, "--resume", older, at="Batch 0003/")
     assert (status, [path.name for path in checkpoints(stopped)]) == (143, ["step-000000003"])
     assert "Batch 0003/0008" in text, "the batch is printed again"
     assert len([line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line]) == 1
@@ -279,12 +268,12 @@ def test_auto_resumes_the_run_of_the_same_settings(tmp_path, stopped):
     command = [sys.executable, "-c", holds, str(stopped / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
-        status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
+        status, text = run_rung_2(tmp_path, "--seed", 5, "--resume", "auto")
         other.communicate("\n")
     assert (status, "--resume auto: no run to resume" in text) == (0, True), "the other run is in progress"
-    status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
+    status, text = run_rung_2(tmp_path, "--seed", 5, "--resume", "auto")
     assert (status, "runs/2_grad_accum/2 has finished" in text) == (0, True)
-    status, text = run_here("2_grad_accum", tmp_path, "--resume", "auto")
+    status, text = run_rung_2(tmp_path, "--resume", "auto")
     assert (status, "Resumed from runs/2_grad_accum/1/checkpoints/" in text) == (0, True)
 
 
@@ -321,13 +310,13 @@ def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path, stopped):
         shutil.rmtree(last)
         copy.rename(last)
     damage(last, TENSORS, "flipped")
-    status, text = run_here("2_grad_accum", tmp_path, "--save_every", 2, "--resume", "auto")
+    status, text = run_rung_2(tmp_path, "--save_every", 2, "--resume", "auto")
     assert status == 0
     assert f"{last.relative_to(tmp_path)} is skipped (state/{TENSORS} is damaged: its size or checksum differs)" in text
     assert f"Resumed from {good.relative_to(tmp_path)}\n" in text
     damage(last := checkpoints(stopped)[-1], PROGRESS, "flipped")
     with pytest.raises(UserError, match=r"cannot be used; --resume auto finds an undamaged one \(progress.json is"):
-        run_here("2_grad_accum", tmp_path, "--resume", last)
+        run_rung_2(tmp_path, "--resume", last)
 
 
 def test_nothing_pickled_is_executed(tmp_path, stopped):
@@ -345,7 +334,7 @@ def test_nothing_pickled_is_executed(tmp_path, stopped):
         last.rename(part)
         store.finish(part, None)
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            run_here("2_grad_accum", tmp_path, "--resume", "auto")
+            run_rung_2(tmp_path, "--resume", "auto")
         assert not (tmp_path / "executed").exists(), "the file is refused before it is unpickled"
         assert isinstance(caught.value, UserError)
         assert re.search(r"cannot read the state of the run|made with another .*, or damaged", str(caught.value))
@@ -353,24 +342,18 @@ def test_nothing_pickled_is_executed(tmp_path, stopped):
         copy.rename(last)
 
 
-def several(name, cwd, *arguments, ranks=2, wait=True):
-    command = [sys.executable, str(SRC / f"{name}.py"), *SIZES, "--devices", str(ranks), *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    return process.communicate(timeout=200) if wait else process
-
-
 @SLOW
 @pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
-def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dropout_model, name):
+def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, name):
     """Only the launcher gets SIGTERM. The checkpoint also resumes on one process, with other dropout masks."""
-    more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
+    more = [*SIZES, *map(str, EVERY_100), "--precision", "32-true"]
     for folder in ("whole", "stopped"):
         (tmp_path / folder).mkdir()
-    several(name, tmp_path / "whole", *more)
-    process = several(name, tmp_path / "stopped", *more, wait=False)
+    for process in run_ranks(SRC / f"{name}.py", 2, *more, cwd=tmp_path / "whole"):
+        finished(process)
+    command = [sys.executable, str(SRC / f"{name}.py"), *more, "--devices", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path / "stopped", **pipes)
     for line in process.stdout:
         if "Batch 0003/0008" in line:
             process.send_signal(signal.SIGTERM)
@@ -383,40 +366,37 @@ def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dro
     (made,) = checkpoints(home)
     assert {f"rank-{rank}.pt" for rank in (0, 1)} <= {path.name for path in made.iterdir()}
     shutil.copytree(tmp_path / "stopped", tmp_path / "alone")
-    several(name, tmp_path / "stopped", *more, "--resume", "auto")
+    for process in run_ranks(SRC / f"{name}.py", 2, *more, "--resume", "auto", cwd=tmp_path / "stopped"):
+        finished(process)
     assert_same(home, tmp_path / "whole" / "runs" / name / "1")
-    stdout, stderr = several(name, tmp_path / "alone", *more, "--resume", "auto", ranks=1)
-    assert "The checkpoint is of 2 devices: dropout on 1 will differ" in stdout, stderr
-    assert "Test accuracy" in stdout
+    (process,) = run_ranks(SRC / f"{name}.py", 1, *more, "--resume", "auto", cwd=tmp_path / "alone")
+    assert "The checkpoint is of 2 devices: dropout on 1 will differ" in finished(process)
+    assert "Test accuracy" in process.stdout
+
+
+def train_silently(cwd, arguments, options):
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+        sys.exit(run_rung_2(cwd, *arguments, **options)[0])
 
 
 def test_a_second_interrupt_ends_the_run_immediately_and_a_run_in_use_is_refused(tmp_path):
-    """Without Ctrl-C the first run would take another minute."""
-    long = ["--train_samples", "4000", "--epochs", "50", "--log_every", "8"]
-    command = [sys.executable, str(SRC / "2_grad_accum.py"), *SIZES, *long, "--save_every", "1"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if "Batch 0004/" in line:
-            break
+    """Without Ctrl-C the first run would take minutes."""
+    long, trains = ["--epochs", "500", "--save_every", "1"], multiprocessing.Event()
+    process = start_fork(train_silently, tmp_path, long, {"at": "Batch 0003/", "action": trains.set})
+    assert trains.wait(60)
     with pytest.raises(UserError, match=r"runs/2_grad_accum/1 belongs to a run that is still going on"):
-        run_here("2_grad_accum", tmp_path, *long, "--resume", "auto")
+        run_rung_2(tmp_path, *long, "--resume", "auto")
     os.kill(process.pid, signal.SIGSTOP)  # pause the process, or it might end before the second signal
     for _ in range(2):
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGCONT)
         time.sleep(0.002)
-    assert process.wait(timeout=30) in (-signal.SIGINT, 130)
-    process.stdout.close()
-    process.stderr.close()
+    process.join(30)
+    assert process.exitcode in (-signal.SIGINT, 130)
 
 
 KILLS = 10
 LONGEST = 300  # maximum seconds for a start on a slow machine
-
-
-def train_and_be_killed(cwd, arguments):
-    with contextlib.suppress(SystemExit), open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
-        run_here("2_grad_accum", cwd, *arguments)
 
 
 def newest_run(cwd):
@@ -431,22 +411,19 @@ def writes(cwd):
 
 @SLOW
 @pytest.mark.timeout(1800)
-def test_ten_kills_at_random_moments_lose_nothing(tmp_path, dropout_model):
+def test_ten_kills_at_random_moments_lose_nothing(tmp_path):
     """Each start resumes the killed run. The final result equals an uninterrupted run."""
-    more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 3]
+    more = ["--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 3]
     (tmp_path / "whole").mkdir()
-    run_here("2_grad_accum", tmp_path / "whole", *more)
-    whole, draw = tmp_path / "whole" / "runs" / "2_grad_accum" / "1", random.Random(7)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fabric_ladder", "test_resume"])
+    run_rung_2(tmp_path / "whole", *more)
+    whole, draw = tmp_path / "whole" / HOME, random.Random(7)
     kills = while_writing = rounds = 0
     while kills < KILLS:
         cwd = tmp_path / str(rounds)
         cwd.mkdir()
         rounds += 1
         for _ in range(200):
-            process = context.Process(target=train_and_be_killed, args=(cwd, more))
-            process.start()
+            process = start_fork(train_silently, cwd, more, {})
             if kills == KILLS:
                 process.join(LONGEST)
             elif kills % 2:
@@ -475,39 +452,34 @@ def test_ten_kills_at_random_moments_lose_nothing(tmp_path, dropout_model):
     assert while_writing >= 2, f"only {while_writing} kills happened while a checkpoint was written"
 
 
-def with_lost_log(monkeypatch, tmp_path, action, *arguments):
+def with_lost_log(cwd, action, *arguments):
     """Remove the log during training by `action`; return the printed lines of the run, which must finish."""
-    monkeypatch.chdir(tmp_path)
-    script = str(SRC / "2_grad_accum.py")
-    monkeypatch.setattr(sys, "argv", [script, *SIZES, "--log_every", "1", *map(str, arguments)])
-    with contextlib.redirect_stdout(Does("Batch 0003/", action)) as printed:
-        runpy.run_path(script, run_name="__main__")
-    text = printed.getvalue()
-    assert text.count("No more log: cannot write into ") == 1
+    status, text = run_rung_2(cwd, "--log_every", 1, *arguments, at="Batch 0003/", action=action)
+    assert (status, text.count("No more log: cannot write into ")) == (0, 1)
     assert "\nTest accuracy " in text
     assert "Batch 0008/0008" in text
     return text
 
 
-def test_a_folder_that_vanishes_costs_only_the_log(tmp_path, monkeypatch):
+def test_a_folder_that_vanishes_costs_only_the_log(tmp_path):
     """The model is still saved, and the checkpoint holds all log lines for a resumed run."""
     options = "--save", "consolidated", "--save_every", "100"
-    text = with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), *options)
+    text = with_lost_log(tmp_path, lambda: shutil.rmtree("runs"), *options)
     assert (tmp_path / re.search(r"^Saved (.*)$", text, re.MULTILINE)[1] / "model.safetensors").exists()
-    progress = json.loads((checkpoints(tmp_path / "runs" / "2_grad_accum" / "1")[-1] / PROGRESS).read_text())
+    progress = json.loads((checkpoints(tmp_path / HOME)[-1] / PROGRESS).read_text())
     lines = progress["run"]["lines"]
     assert len([line for line in lines if "Loss" in line]) == len(progress["run"]["rows"]) - 2 == 16
 
 
-def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path, monkeypatch):
+def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path):
     """Its run.json could be written again, so its status is `finished`."""
-    folder = tmp_path / "runs" / "2_grad_accum" / "1"
+    folder = tmp_path / HOME
 
     def lose_log():
         (folder / "log.txt").unlink()
         (folder / "log.txt").mkdir()
 
-    with_lost_log(monkeypatch, tmp_path, lose_log)
+    with_lost_log(tmp_path, lose_log)
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     with pytest.raises(UserError, match="its log is incomplete"):
         read_sources([str(folder)])

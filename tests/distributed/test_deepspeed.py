@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.devices import ONE_THREAD, SIZES, read, same
+from support.devices import ONE_THREAD, SIZES, read, run_ranks, same
 from support.helpers import DEEPSPEED_FILES, MODELS, ROOT, deepspeed_file, run_script, settings_for
 from support.resuming import Evil, lines_of, rows_of
 from torch.utils import cpp_extension
@@ -47,8 +47,7 @@ def run_deepspeed(cwd, config, *more, **environment):
     if isinstance(config, dict):
         (cwd / "zero.json").write_text(json.dumps(config))
         config = cwd / "zero.json"
-    arguments = [*SIZES, *LEARNING, "--devices", "2", "--deepspeed", config, *more]
-    process = run_script(SCRIPT, *arguments, cwd=cwd, **ONE_THREAD, **environment)
+    process, _ = run_ranks(SCRIPT, 2, *SIZES, *LEARNING, "--deepspeed", config, *more, cwd=cwd, **environment)
     folder = cwd / "runs" / "deepspeed_script" / "1"
     assert (folder / "run.json").exists(), process.stderr[-3000:]
     assert json.loads((folder / "run.json").read_text())["status"] == "finished", process.stderr[-3000:]
@@ -89,7 +88,7 @@ def test_deepspeeds_launcher_starts_the_rung_with_the_guides_file_of_stage_3(alo
     command = [*map(str, [*launcher, *arguments])]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
-    assert "batch 16 = 2 x 4 x 2" in process.stdout
+    assert "batch 16 = 2 x 2 x 4" in process.stdout
     constant = ("--max_grad_norm", "null", "--schedule", "constant", "--warmup_steps", "0")
     same(alone(*constant), tmp_path / "runs" / "deepspeed_script" / "1", abs=1e-4)
 
@@ -256,7 +255,7 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
 
     A rank that cannot write the next checkpoint does not end the run, and no rank waits for it.
     """
-    config, more = {"zero_optimization": {"stage": 2}}, ["--save_every", "4", "--keep", "9"]
+    config, more = {"zero_optimization": {"stage": 2}}, ["--save_every", "2", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
     shutil.copytree(whole, kept := tmp_path / "whole")
     for later in sorted((whole / "checkpoints").iterdir())[1:]:
@@ -265,13 +264,13 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
     (whole / "run.json").write_text(json.dumps(record | {"status": "running"}))
     folder, stdout = run_deepspeed(tmp_path, config, *more, "--resume", "auto", RANK_1_CANNOT_WRITE="1")
     assert folder == whole
-    assert "No checkpoint after step 7: another rank could not write; the previous one is kept\n" in stdout
-    assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-000000004"]
-    assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000004\n" in stdout
+    assert "No checkpoint after step 4: another rank could not write; the previous one is kept\n" in stdout
+    assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-000000002"]
+    assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000002\n" in stdout
     assert "_load_legacy" not in stdout
     assert lines_of(whole) == lines_of(kept)
     assert rows_of(whole) == rows_of(kept)
-    state = kept / "checkpoints" / "step-000000004" / "state"
+    state = kept / "checkpoints" / "step-000000002" / "state"
     (weights,) = state.rglob("mp_rank_00_model_states.pt")
     torch.save({"module": Evil()}, weights)
     arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--devices", "2", "--load", state]

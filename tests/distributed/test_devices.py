@@ -1,21 +1,29 @@
 """Several gloo processes print the same losses as one process at every step, with DDP and with FSDP."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
-from support.devices import ONE_THREAD, SIZES, read, same
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from support.devices import ONE_THREAD, SIZES, read, run_ranks, same
 from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script
+from support.resuming import Does, start_fork
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder.checkpoints.export import find_result, load_result
+from fabric_ladder.distributed import watch
 
 # several tests share each run below
 CLIP = ("--max_grad_norm", "0.05")
@@ -65,7 +73,7 @@ def test_each_rank_has_its_own_dropout_masks(run):
 @pytest.mark.slow
 def test_ranks_exchange_the_used_rows_of_a_table_and_get_ddps_gradient_bit_by_bit(tmp_path):
     script = ROOT / "tests" / "support" / "exchanged_rows.py"
-    lines = finished(run_script(script, cwd=tmp_path, fresh=True, **ONE_THREAD)).splitlines()
+    lines = finished(run_ranks(script, 2, cwd=tmp_path)[0]).splitlines()
     found = {tuple(line.split()[:3]): int(line.split()[3]) for line in lines if line[0].isdigit()}
     assert list(found) == [("1000", "True", "False"), ("100", "True", "False"), ("1000", "True", "True")]
     rows = 6 * 12 + 1  # the most different ids of a rank
@@ -106,14 +114,26 @@ def test_4_bit_weights_are_sharded_or_whole_on_each_rank(run):
         assert not torch.allclose(model(ids).logits, trained, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "devices"), [("2_grad_accum", 1), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)])
-def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_and_four(run, name, devices):
-    saved, stdout = run(*FSDP)
+def test_checkpoints_of_two_ranks_are_read_by_one_and_by_transformers(run):
+    sharded, stdout = run(*FSDP)
     assert f"Saved {os.path.join('runs', '10_fsdp', '1', 'checkpoint')}" in stdout
-    checkpoint = ("--load", str(saved / "checkpoint"))
-    first = run("10_fsdp", 1, *checkpoint)[0]
-    same(first, run(name, devices, *checkpoint)[0])
-    assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "the run starts from the trained weights"
+    whole, _ = run(*OFFLOAD)
+    model = AutoModelForSequenceClassification.from_pretrained(whole / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) == read(whole)[2]["parameters"]
+    first = read(run("2_grad_accum", 1, "--load", str(sharded / "checkpoint"))[0])[0][0]
+    assert abs(first - read(sharded)[0][0]) > 1e-3, "the run starts from the trained weights"
+    again = ("--from_scratch", "false", "--model", str(whole / "model"))
+    assert read(run("10_fsdp", 1, *again)[0])[0][0] == pytest.approx(first, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_two_ranks_resume_on_one_and_four(run):
+    sharded = ("--load", str(run(*FSDP)[0] / "checkpoint"))
+    single = run("2_grad_accum", 1, *sharded)[0]
+    for rung in (("10_fsdp", 1), ("10_fsdp", 4), ("9_ddp", 4)):
+        same(single, run(*rung, *sharded)[0])
+    whole = ("--from_scratch", "false", "--model", str(run(*OFFLOAD)[0] / "model"))
+    same(run("10_fsdp", 1, *whole)[0], run("2_grad_accum", 1, *whole)[0])
 
 
 @pytest.mark.parametrize("fault", ["another model", "no shard of rank 1"])
@@ -127,16 +147,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(run, tmp_path, fa
     line = r"^error: --load \S+checkpoint: made with another model or optimizer, or damaged \("
     assert re.search(line, process.stderr, re.MULTILINE)
     assert "Traceback" not in process.stderr
-
-
-def test_a_consolidated_model_is_read_by_transformers_and_by_any_rung(run):
-    saved, _ = run(*OFFLOAD)
-    model = AutoModelForSequenceClassification.from_pretrained(saved / "model")
-    assert sum(parameter.numel() for parameter in model.parameters()) == read(saved)[2]["parameters"]
-    again = ("--from_scratch", "false", "--model", str(saved / "model"))
-    same(run("10_fsdp", 1, *again)[0], run("2_grad_accum", 1, *again)[0])
-    first = read(run("10_fsdp", 1, "--load", str(run(*FSDP)[0] / "checkpoint"))[0])[0][0]
-    assert read(run("10_fsdp", 1, *again)[0])[0][0] == pytest.approx(first, abs=1e-6)
 
 
 def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_path):
@@ -153,11 +163,12 @@ def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_pat
 
 def end_one(ranks, victim, signal_name, folder):
     """Send a signal to a rank; the other ranks must end by themselves and name it on stderr."""
-    ranks[victim].send_signal(signal.Signals[f"SIG{signal_name}"])
+    os.kill(ranks[victim].pid, signal.Signals[f"SIG{signal_name}"])
     try:
         for rank, process in enumerate(ranks):
             if rank != victim:
-                assert process.wait(timeout=60) != 0
+                process.join(60)
+                assert process.exitcode, "it has not ended, or without an error"
                 text = (folder / f"stderr-{rank}").read_text()
                 named = rf"error: rank {victim} \(process {ranks[victim].pid} on .*\) has died or hangs"
                 assert re.search(named, text), text
@@ -165,17 +176,33 @@ def end_one(ranks, victim, signal_name, folder):
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
-            process.stdout.close()
+            process.join()
 
 
-def start(command, rank, folder, **environment):
-    """Start a rank without a launcher, because a launcher would end it when another rank dies."""
-    with open(folder / f"stderr-{rank}", "w") as stderr:
-        environment = os.environ | ONE_THREAD | environment
-        return subprocess.Popen(
-            [sys.executable, *map(str, command)], cwd=folder, stdout=subprocess.PIPE, stderr=stderr, env=environment
-        )
+def become_rank(folder, rank, port):
+    """Make a fork of the tests' process one of two ranks; a launcher would end it when another rank dies."""
+    sys.stderr = open(folder / f"stderr-{rank}", "w", buffering=1)  # noqa: SIM115
+    os.dup2(sys.stderr.fileno(), 2)
+    rank_zero_only.rank = rank  # Lightning reads it when it is imported
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "NODE_RANK": 0, "LOCAL_RANK": rank}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+
+
+def wait_for_ever(folder, rank, count, port, met):
+    become_rank(folder, rank, port)
+    watch.PATIENCE = 5.0
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    ranks = watch.RankWatch()
+    ranks.meet()
+    met.wait()
+    if rank == 1:
+        time.sleep(600)  # the other ranks' collective waits for this rank
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        if not watch.lost_contact(error):
+            raise
+        ranks.join()  # the watch ends this process
 
 
 @pytest.mark.parametrize(
@@ -183,22 +210,30 @@ def start(command, rank, folder, **environment):
 )
 def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
     """The main thread waits in a collective that never ends."""
-    script, port = ROOT / "tests" / "support" / "watched_rank.py", free_port()
-    ranks = [start([script, rank, count, port], rank, tmp_path) for rank in range(count)]
-    for process in ranks:
-        assert process.stdout.readline() == b"met\n"
+    port, met = free_port(), multiprocessing.Barrier(count + 1, timeout=60)
+    ranks = [start_fork(wait_for_ever, tmp_path, rank, count, port, met) for rank in range(count)]
+    met.wait()
     end_one(ranks, victim, signal_name, tmp_path)
+
+
+def train_rank(folder, rank, port, trains):
+    become_rank(folder, rank, port)
+    os.chdir(folder)
+    script = str(SRC / "10_fsdp.py")
+    sys.argv = [script, *SIZES, "--devices", "2", "--epochs", "1000", "--save_every", "1000"]
+    try:
+        with contextlib.redirect_stdout(Does("Loss", trains.set)):
+            runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_others_within_a_minute(tmp_path):
     """The run ends within a minute, in the middle of training, and names the command that resumes."""
-    command = [SRC / "10_fsdp.py", *SIZES, "--devices", 2, "--epochs", "1000", "--save_every", "1000"]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    ranks = [start(command, rank, tmp_path, LOCAL_RANK=str(rank), **common) for rank in range(2)]
-    for line in ranks[0].stdout:
-        if b"Loss" in line:
-            break
+    port, trains = free_port(), multiprocessing.Event()
+    ranks = [start_fork(train_rank, tmp_path, rank, port, trains) for rank in range(2)]
+    assert trains.wait(60)
     end_one(ranks, 1, "KILL", tmp_path)
     line = (tmp_path / "stderr-0").read_text()
     assert re.search(r"stops on all ranks; go on with: .*10_fsdp.py .*--save_every 1000 --resume auto\n", line), line

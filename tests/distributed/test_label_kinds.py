@@ -4,7 +4,8 @@ import json
 
 import pytest
 from support.data_files import write_rows
-from support.helpers import MODELS, SRC, finished, run_script
+from support.devices import run_ranks
+from support.helpers import MODELS, SRC, finished
 
 OPTIONS = {
     "class weights": "--label_column topic --class_weights balanced --label_smoothing 0.1",
@@ -27,8 +28,9 @@ def test_two_ranks_give_the_figures_of_one(tmp_path, kind):
     options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "rows.jsonl", "--learning_rate", "0.003"]
     options += ["--precision", "32-true", "--micro_batch_size", "2", "--batch_size", "16", *OPTIONS[kind].split()]
     found = []
-    for rung, more in (("2_grad_accum", []), ("9_ddp", ["--devices", "2"])):
-        finished(run_script(SRC / f"{rung}.py", *options, *more, cwd=tmp_path))
+    for ranks, rung in enumerate(("2_grad_accum", "9_ddp"), start=1):
+        for process in run_ranks(SRC / f"{rung}.py", ranks, *options, cwd=tmp_path):
+            finished(process)
         results = json.loads((tmp_path / "runs" / rung / "1" / "run.json").read_text())["results"]
         found.append({name: results[name] for name in FIGURES if name in results})
     assert len(found[0]) >= 3

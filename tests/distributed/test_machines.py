@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from support.devices import ONE_THREAD, SIZES, read, same
-from support.helpers import ROOT, SRC, free_port, run_script
+from support.helpers import ROOT, SRC, finished, free_port, run_script
 
 from fabric_ladder import Settings, UserError
 from fabric_ladder.distributed.launch import check_launcher, command_line, find_launcher, options_of_fabric_run
@@ -31,15 +32,13 @@ def slurm(rank):
 
 @pytest.mark.slow
 def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
-    command, processes = [sys.executable, str(SRC / "9_ddp.py"), *SIZES], []
-    for rank in (0, 1):
+    def start(rank):
         (tmp_path / str(rank)).mkdir()
-        environment = os.environ | ONE_THREAD | slurm(rank)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, cwd=tmp_path / str(rank), env=environment, **pipes))
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs[0][1][-3000:]
-    assert "batch 16 = 2 x 4 x 2" in outputs[0][0]
+        return run_script(SRC / "9_ddp.py", *SIZES, cwd=tmp_path / str(rank), **ONE_THREAD, **slurm(rank))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = map(finished, pool.map(start, (0, 1)))
+    assert "batch 16 = 2 x 2 x 4" in first
     same(run("2_grad_accum", 1)[0], tmp_path / "0" / "runs" / "9_ddp" / "1")
 
 
@@ -106,7 +105,7 @@ def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path):
     """The second of two torchruns is killed with its rank and then started again."""
     environment = os.environ | ONE_THREAD | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOST": "127.0.0.1"}
     environment |= {"PORT": str(free_port()), "ADDRESS": "127.0.0.1", "GPUS": "1", "NODES": "1:2"}
-    rung = [str(SRC / "9_ddp.py"), *SIZES, "--epochs", "12", "--save_every", "2"]
+    rung = [str(SRC / "9_ddp.py"), *SIZES, "--epochs", "20", "--save_every", "2"]
     command = ["bash", str(CLOUD / "torchrun_elastic.sh"), *rung]
     logs = [tmp_path / f"{name}.txt" for name in ("first", "second", "again")]
 
@@ -137,7 +136,7 @@ def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path):
     assert steps == sorted(set(steps))
     assert len(steps) in (1, 2), "it continues with one machine, then with both"
     assert [path.name for path in home.parent.iterdir()] == ["1"], "a single run from beginning to end"
-    alone = read(run("9_ddp", 2, "--epochs", "12")[0])
+    alone = read(run("9_ddp", 2, "--epochs", "20")[0])
     losses, rates, results = read(home)
     assert losses == pytest.approx(alone[0], abs=1e-4)
     assert rates == alone[1]

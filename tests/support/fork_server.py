@@ -38,8 +38,8 @@ HARMLESS += ("TORCHINDUCTOR_CACHE_DIR",)  # scripts that compile are not forked
 HARMLESS += ("KMP_", "_MLFLOW_")  # set by imports of scikit-learn and DeepSpeed in the tests' process
 HARMLESS += ("SLURM_",)  # except the rank: Lightning compares it with 0 when it is imported
 HARMLESS += ("LOCAL_RANK", "MASTER_", "WORLD_SIZE", "NODE_RANK")  # a fork is told its rank
-# torch.compile starts processes and threads when it is imported, and DeepSpeed compiles. The doctor sets its own path.
-FRESH = ("3_torch_compile.py", "doctor.py", "deepspeed_script.py")
+# torch.compile starts processes and threads when it is imported. The doctor sets its own path.
+FRESH = ("3_torch_compile.py", "doctor.py")
 FOLDERS = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "support")  # other folders may have their own modules
 MODULES = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
 MODULES += [

@@ -2,8 +2,10 @@
 
 import contextlib
 import csv
+import gc
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -17,7 +19,8 @@ from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from support.helpers import SRC
 
 SIZES = "--train_samples 60 --validation_samples 12 --test_samples 9 --log_every 24 --epochs 2 --batch_size 8".split()
-SIZES += ["--threads", "1"]
+# the model's dropout draws random numbers in each forward pass
+SIZES += ["--threads", "1", "--model", str(Path(__file__).parent / "fixtures" / "bloom-dropout.json")]
 
 
 class Does(io.StringIO):
@@ -57,6 +60,11 @@ def run_here(name, cwd, *arguments, at=None, action=terminate, names=None):
         os.chdir(before[0])
         sys.argv = before[1]
     return status, stdout.getvalue()
+
+
+def run_rung_2(cwd, *arguments, **options):
+    """Run rung 2 with two micro-batches in an optimizer step."""
+    return run_here("2_grad_accum", cwd, "--micro_batch_size", 4, *arguments, **options)
 
 
 def tensors_of(checkpoint):
@@ -99,6 +107,18 @@ def assert_same(folder, undisturbed):
     assert records[0]["status"] == "finished"
     assert records[0]["results"]["samples_hash"] == records[1]["results"]["samples_hash"]
     assert not [*folder.rglob(".*")], "no half-written file and no lock is left"
+
+
+def start_fork(target, *arguments):
+    """Start a function in a fork of the tests' process, which spares it the imports."""
+
+    def run():
+        gc.freeze()  # to collect what the tests' process has left would end threads that a fork does not have
+        target(*arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    process.start()
+    return process
 
 
 class Evil:

@@ -48,5 +48,4 @@ def test_a_script_whose_fork_could_differ_is_started_fresh(tmp_path, monkeypatch
     assert not forked(SRC / "3_torch_compile.py")
     assert not forked(SRC / "2_grad_accum.py", "--compile", "true")
     assert not forked(ROOT / "scripts" / "doctor.py")
-    assert not forked(ROOT / "tests" / "support" / "deepspeed_script.py")
     assert not forked(tmp_path / "2_grad_accum.py")

@@ -1,10 +1,6 @@
 """Train in this process, with a poisoned token too, and run rungs with little memory."""
 
-import csv
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import torch
@@ -12,40 +8,17 @@ from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
 from fabric_ladder.runs.process import prepare_process
-from support.helpers import ROOT, SMALL, free_port, settings_for, tiny_model, token_datasets
+from support.devices import column, run_ranks
+from support.helpers import ROOT, SMALL, settings_for, tiny_model, token_datasets
 
 SCRIPT = ROOT / "tests" / "support" / "spoilt_script.py"
 SIZES = [*SMALL, "--eval_batch_tokens", "100", "--threads", "1", "--precision", "32-true"]
-# the memory of the process then goes up and down with its tensors, so a limit has the same effect each time
-PLAIN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
 
 
-def start(cwd, room, rung, *arguments, **environment):
+def limited(cwd, rooms, rung, *arguments):
+    """Run a rank of the rung for each number of MB of free memory (0: no limit); return the finished processes."""
     cwd.mkdir(exist_ok=True)
-    command = [sys.executable, str(SCRIPT), str(room), rung, *SIZES, *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env=os.environ | PLAIN | environment, **pipes)
-
-
-def alone(*args, **options):
-    process = start(*args, **options)
-    return (*process.communicate(timeout=200), process.returncode)
-
-
-def two(cwd, rooms, rung, *arguments):
-    """Run two ranks with different memory limits."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
-    ranks = [
-        start(cwd, room, rung, "--devices", 2, *arguments, LOCAL_RANK=str(rank), **common)
-        for rank, room in enumerate(rooms)
-    ]
-    return [(*process.communicate(timeout=200), process.returncode) for process in ranks]
-
-
-def column(folder, name):
-    """Return a column of a run's metrics.csv, in full precision, for the rows with a loss."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row["loss"]]
+    return run_ranks(SCRIPT, len(rooms), ",".join(map(str, rooms)), rung, *SIZES, *arguments, cwd=cwd)
 
 
 def read(cwd, rung):

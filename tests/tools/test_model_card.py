@@ -36,7 +36,7 @@ def test_the_card_describes_the_run(run, tmp_path, monkeypatch):
     low, high = wilson_interval(accuracy, 33)
     assert f"Test accuracy {accuracy:.2%} ({low:.2%} to {high:.2%}, 95 % interval of 33 test samples)." in card.text
     started = "Trained by `2_grad_accum` of Fabric Ladder from random weights of bloom-quickstart.json, on synthetic"
-    assert f"{started}: 101 training samples,\n1 epochs, seed 123." in card.text
+    assert f"{started}: 57 training samples,\n1 epochs, seed 123." in card.text
     assert "batch_size: 16" in card.text
     assert f"  torch: {record['versions']['torch']}" in card.text
     assert "runs_dir" not in card.text

@@ -116,7 +116,7 @@ def test_schedules_count_optimizer_steps_and_reach_their_end(tmp_path, schedule,
         optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
 
     run, _ = run_training(
-        tmp_path, prepare=prepare, micro_batch_size=1, epochs=3, optimizer="sgd", learning_rate=0.1,
+        tmp_path, prepare=prepare, micro_batch_size=8, epochs=3, optimizer="sgd", learning_rate=0.1,
         schedule=schedule, warmup_steps=warmup,
     )  # fmt: skip
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support.helpers import settings_for, tiny_model, token_datasets
-from support.resuming import run_here
+from support.resuming import run_rung_2
 from support.training import losses, poison, run_training
 from transformers import BloomForSequenceClassification
 
@@ -76,12 +76,11 @@ def test_a_gradient_whose_norm_overflows_is_not_called_infinite(tmp_path):
     assert len(losses(run)) == 3
 
 
-def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, monkeypatch):
+def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, monkeypatch):
     """The weights are NaN long before the next printed line. The run can resume from the earlier checkpoint."""
     monkeypatch.setattr(loop, "try_longest", lambda training, _: poison(training))
-    more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1]
     with pytest.raises(UserError) as stop:
-        run_here("2_grad_accum", tmp_path, *more)
+        run_rung_2(tmp_path, "--log_every", 1000, "--save_every", 1)
     first = str(stop.value)
     del stop  # the error's traceback keeps the run, and the run locks its folder
     gc.collect()

@@ -7,23 +7,23 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.resuming import assert_same, checkpoints, lines_of, rows_of, run_here, tensors_of
-from support.training import alone, read, two
+from support.helpers import finished
+from support.resuming import assert_same, checkpoints, lines_of, rows_of, run_rung_2, tensors_of
+from support.training import limited, read
 
 from fabric_ladder import UserError
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.training import fitting
 
-RUNG = "2_grad_accum"
 EVERY_3 = ["--evaluate_every", 3, "--save_every", 100]
 UNSTEADY = ["--learning_rate", 0.1]  # the loss goes up and down
-HOME = ("runs", RUNG, "1")
+HOME = ("runs", "2_grad_accum", "1")
 
 
 def run(cwd, *arguments, **options):
     """Return the run's folder and its printed text."""
     cwd.mkdir(exist_ok=True)
-    status, text = run_here(RUNG, cwd, *arguments, **options)
+    status, text = run_rung_2(cwd, *arguments, **options)
     assert status == 0, text
     return cwd.joinpath(*HOME), text
 
@@ -33,13 +33,13 @@ def record_of(home):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, dropout_model):
+def whole(tmp_path_factory):
     """Return the folder of an uninterrupted run with validations every three steps, of 16 in two epochs."""
-    return run(tmp_path_factory.mktemp("whole"), "--model", dropout_model, *EVERY_3)[0]
+    return run(tmp_path_factory.mktemp("whole"), *EVERY_3)[0]
 
 
-def test_validations_within_an_epoch_change_no_bit_of_the_training(tmp_path, dropout_model, whole):
-    plain, _ = run(tmp_path, "--model", dropout_model, "--save_every", 100)
+def test_validations_within_an_epoch_change_no_bit_of_the_training(tmp_path, whole):
+    plain, _ = run(tmp_path, "--save_every", 100)
     mine, theirs = tensors_of(checkpoints(whole)[-1]), tensors_of(checkpoints(plain)[-1])
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert [int(row["step"]) for row in rows_of(whole) if row["validation_loss"]] == [3, 6, 8, 9, 12, 15, 16]
@@ -54,9 +54,9 @@ def test_validations_within_an_epoch_change_no_bit_of_the_training(tmp_path, dro
     ]
 
 
-def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, dropout_model, whole):
-    options = ["--model", dropout_model, *EVERY_3, "--resume", "auto"]
-    assert run_here(RUNG, tmp_path, *options, at="00024/00060 | Val loss")[0] == 143
+def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, whole):
+    options = [*EVERY_3, "--resume", "auto"]
+    assert run_rung_2(tmp_path, *options, at="00024/00060 | Val loss")[0] == 143
     assert_same(run(tmp_path, *options)[0], whole)
 
 
@@ -81,14 +81,14 @@ def test_patience_stops_the_training_and_the_run_is_complete(tmp_path):
         results["epochs"][-1]["validation_accuracy"] * 100,
     )
     assert [path.name for path in checkpoints(home)][-1] == f"step-{last:09d}-validated"
-    status, text = run_here(RUNG, tmp_path, *more, "--resume", "auto")
+    status, text = run_rung_2(tmp_path, *more, "--resume", "auto")
     assert (status, "has finished already" in text) == (0, True)
 
 
 @pytest.mark.slow
 def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_path, monkeypatch):
     more = ["--epochs", 3, "--evaluate_every", 3, "--patience", 1, *UNSTEADY]
-    status, text = run_here(RUNG, tmp_path, *more, "--resume", "auto", at="Memory used")
+    status, text = run_rung_2(tmp_path, *more, "--resume", "auto", at="Memory used")
     assert status == 143
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "HARD_LIMITS", ("cpu",))
@@ -122,7 +122,7 @@ def test_the_best_weights_are_tested_and_saved(tmp_path):
 def test_best_weights_survive_a_stop(tmp_path):
     more = ["--evaluate_every", 3, "--best_weights", "true", "--resume", "auto", *UNSTEADY]
     for place in ("Batch 0006/0008 | Samples 00048/00060 | Val", "Memory used"):
-        assert run_here(RUNG, tmp_path, *more, at=place)[0] == 143
+        assert run_rung_2(tmp_path, *more, at=place)[0] == 143
     home, _ = run(tmp_path, *more)
     assert "its weights are tested\n" in (home / "log.txt").read_text()
     undisturbed, _ = run(tmp_path / "whole", *more)
@@ -143,17 +143,15 @@ def test_best_weights_survive_a_stop(tmp_path):
 def test_options_that_cannot_work_are_refused(tmp_path, options, message):
     more = ["--epochs", 1] if "--patience" not in options else []
     with pytest.raises(UserError, match=re.escape(message)):
-        run_here(RUNG, tmp_path, *more, *options)
+        run_rung_2(tmp_path, *more, *options)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 def test_ranks_stop_together_and_keep_the_best_weights(tmp_path):
     more = "--evaluate_every 2 --patience 2 --epochs 3 --best_weights true --learning_rate 0.03".split()
-    results = two(tmp_path, (0, 0), "9_ddp", *more)
-    assert [status for *_, status in results] == [0, 0], results[1][1]
-    (tmp_path / "alone").mkdir()
-    assert alone(tmp_path / "alone", 0, "9_ddp", *more)[2] == 0
+    for process in (*limited(tmp_path, (0, 0), "9_ddp", *more), *limited(tmp_path / "alone", (0,), "9_ddp", *more)):
+        finished(process)
     (_, ranks), (_, single) = read(tmp_path, "9_ddp"), read(tmp_path / "alone", "9_ddp")
     assert ranks["results"]["test_loss"] == pytest.approx(single["results"]["test_loss"], rel=1e-3)
     assert ranks["results"].get("stopped_early") == single["results"].get("stopped_early") is True
