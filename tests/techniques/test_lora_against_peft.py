@@ -14,13 +14,12 @@ from fabric_ladder import build_model
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
 CONFIGS = {
     "bloom": SIZES | {"model_type": "bloom", "pad_token_id": 0},
-    "llama": SIZES | {"model_type": "llama", "intermediate_size": 32, "pad_token_id": 0},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY},
 }
 LANGUAGE = {"task": "instruction-tuning", "loss_chunk": 16}
 
 
-def settings_of(tmp_path, kind="llama", **values):
+def settings_of(tmp_path, kind, **values):
     path = tmp_path / f"{kind}.json"
     path.write_text(json.dumps(CONFIGS[kind]))
     chosen = {"model": str(path), "from_scratch": True, "lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -34,10 +33,10 @@ def made(settings):
     return build_model(settings, token_datasets(per_token=True))
 
 
-def by_peft(tmp_path, kind="llama", **options):
+def by_peft(tmp_path, kind):
     """Return the same model with PEFT's adapters."""
     model = made(settings_of(tmp_path, kind, lora=False))
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, fan_in_fan_out=kind == "gpt2", **options)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, fan_in_fan_out=kind == "gpt2")
     return get_peft_model(model, config)
 
 

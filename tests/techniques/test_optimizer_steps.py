@@ -20,16 +20,16 @@ OPTIMIZERS = ["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-
 BF16 = {"precision": "bf16-true", "learning_rate": 1e-3, "epochs": 2}
 
 
-def fit(tmp_path, dtype, optimizer="adam", steps=300, rate=5e-5, **values):
+def fit(tmp_path, dtype, optimizer, rate, **values):
     """Return a perceptron's mean squared error after some small steps, divided by its first error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 1))
-    inputs = torch.randn(128, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    inputs = torch.randn(64, 64)
     targets = torch.sin(inputs[:, :8]).sum(1, keepdim=True) / 2
     model, inputs, targets = model.to(dtype), inputs.to(dtype), targets.to(dtype)
     settings = settings_for(tmp_path, learning_rate=rate, optimizer=optimizer, **values)
     optimizer, errors = build_optimizer(settings, model), []
-    for _ in range(steps):
+    for _ in range(100):
         loss = ((model(inputs) - targets) ** 2).float().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -38,7 +38,7 @@ def fit(tmp_path, dtype, optimizer="adam", steps=300, rate=5e-5, **values):
     return errors[-1] / errors[0]
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 5e-5), ("adamw", 5e-5), ("sgd", 2e-3), ("adam-8bit", 5e-5)])
+@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 1e-4), ("sgd", 2e-3), ("adam-8bit", 1e-4)])
 def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rate):
     whole = fit(tmp_path, torch.float32, optimizer.removesuffix("-8bit"), rate=rate)
     rounded = fit(tmp_path, torch.bfloat16, optimizer, rate=rate)
@@ -102,14 +102,16 @@ def test_8_bit_adam_steps_like_bitsandbytes_without_waiting(tmp_path, monkeypatc
     assert all(map(torch.equal, *found))
 
 
-IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 3}
-BOTH = {"step_in_backward": True, "optimizer_offload": True}
-PLACES = [(place, optimizer) for place in (IN_BACKWARD, OFFLOADED) for optimizer in OPTIMIZERS]
+IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 6}
 
 
 @pytest.mark.parametrize(
     ("place", "optimizer", "kahan"),
-    [*((*case, False) for case in PLACES), (BOTH, "adam", True), (BOTH, "sinkgd", True)],
+    [
+        *((IN_BACKWARD, optimizer, False) for optimizer in ("adam", "sinkgd", "adam-4bit")),
+        *((OFFLOADED, optimizer, False) for optimizer in ("sgd", "adafactor", "adam-8bit")),
+        ({"step_in_backward": True, "optimizer_offload": True}, "adam", True),
+    ],
 )
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
     monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits
