@@ -44,12 +44,13 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_a_script_of_the_posts_shape_reads_the_part_of_cifar_10(tmp_path):
     data = real_file("cifar10_subset.tar.gz", "images of CIFAR-10").resolve().parent
     (tmp_path / "script.py").write_text(SCRIPT)
     for name in ("local_utilities.py", "local_dataset_utilities.py"):
         shutil.copy(ROOT / name, tmp_path)
-    process = run_script(tmp_path / "script.py", cwd=tmp_path, FABRIC_LADDER_DATA=data)
+    process = run_script(tmp_path / "script.py", cwd=tmp_path, fresh=True, PYTHONPATH="", FABRIC_LADDER_DATA=data)
     printed = finished(process).splitlines()
     assert printed[0].endswith("cifar10_subset.tar.gz: 4,660 training, 846 test images")
     assert printed[1] == "batches: 65 8 14"  # 4,194 images without the last, smaller batch; 466; 846

@@ -158,14 +158,6 @@ def test_inputs_of_frozen_blocks_are_not_offloaded(tmp_path, monkeypatch):
     assert len(packed) == 2
 
 
-def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
-    model, optimizer, _ = step(*deep(tmp_path, 3, train_blocks="last:1"))
-    chosen = {weight for weight in model.parameters() if weight.requires_grad}
-    assert {weight for weight in model.parameters() if weight.grad is not None} == chosen
-    assert set(optimizer.state) == chosen
-    assert 0 < len(chosen) < len([*model.parameters()])
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
