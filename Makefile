@@ -16,7 +16,7 @@ run: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# what is slow by nature: an 11th of the pairs of techniques, two notebooks in a kernel, kills, compiling
+# what is slow by nature: a 23rd of the pairs of techniques, a notebook in a kernel, kills, compiling
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 

@@ -74,7 +74,7 @@ LEFT = """Left to do:
  2. src/fabric_ladder/ladder.py: the place of the row, conflicts, plans, what to try next
  3. src/fabric_ladder/settings.py: help, bounds and role of --{name}
  4. src/{rung}.py and src/plain/{rung}.py: docstrings, and in the plain script the technique, with "# NEW in {number}"
- 5. tests/plain/test_plain.py: the rung in CASES; tests/rungs/test_rungs.py: the rung's precision and optimizer
+ 5. tests/rungs/test_rungs.py: the rung in CASES, if it needs options or a bound of its own, and its optimizer
  6. tests/techniques/test_{name}.py: what the technique must not change
  7. docs/techniques/{rung}.md: the page
  8. notebooks/texts.yaml: problem, idea and code; then make notebooks

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from fabric_ladder.data.load import load_datasets
 from fabric_ladder.settings import DataSettings
 
+# few texts: the synthetic reviews take a second
 SMALL = ["--train_samples", "32", "--validation_samples", "8", "--test_samples", "8", "--max_length", "64"]
+SMALL += ["--dataset", "good.csv"]
 HEADER = re.compile(
     r"No --config and no CUDA GPU|Python \d|2_grad_accum · |Torch CUDA available\? False$"
     r"|\S+: [\d,]+ rows · |--model \S+: its pretrained weights"
@@ -85,9 +87,9 @@ def material(tmp_path_factory):
     """Return a folder with every bad file, and a good one."""
     folder = tmp_path_factory.mktemp("bad") / "material"
     folder.mkdir()
-    good = pd.DataFrame({"text": [f"review {index}" for index in range(20)], "label": [0, 1] * 10})
+    good = pd.DataFrame({"text": [f"review {index}" for index in range(64)], "label": [0, 1] * 32})
     good.to_csv(folder / "good.csv", index=False)
-    good.assign(label=[0, 5] * 10).to_csv(folder / "strange.csv", index=False)
+    good.assign(label=[0, 5] * 32).to_csv(folder / "strange.csv", index=False)
     (folder / "book.xlsx").write_bytes(b"PK\x03\x04")
     (folder / "no.parquet").write_bytes(b"noise" * 400)
     (folder / "notes.txt").write_text("a text")

@@ -23,7 +23,7 @@ def project(tmp_path_factory):
     left = finished(
         run_script(folder / "scripts" / "new_rung.py", "30", "bitfit", "2_grad_accum", cwd=folder, fresh=True)
     )
-    assert "tests/plain/test_plain.py" in left
+    assert "tests/rungs/test_rungs.py" in left
     assert (folder / "docs" / "techniques" / "30_bitfit.md").exists()
     mechanism, row = re.findall(
         r"```(?:python|text)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL

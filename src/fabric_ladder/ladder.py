@@ -295,6 +295,13 @@ LADDER = (
         stays=True,
     ),
     Row(
+        "memory_budget",
+        mechanism="memory_budget.MemoryBudget",
+        exact=True,
+        tries=(Step(None, "recomputes all blocks", ("--memory_budget", "null")),),
+        leads=True,
+    ),
+    Row(
         "activation_offload",
         "20_activation_offload",
         group="activations",

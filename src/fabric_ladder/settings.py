@@ -493,6 +493,14 @@ class Settings(DataSettings):
         free_on_resume=True,
         aliases={"true": "gradient_checkpointing grad_checkpointing enable_activation_checkpointing"},
     )
+    memory_budget: str | None = memory_setting(
+        None,
+        "Recompute only as many blocks as needed to stay within this GPU memory, for example 8GiB; `auto`: all that is "
+        "free on the GPU.",
+        free_on_resume=True,
+        metavar="auto|SIZE",
+        needs="activation_checkpointing",
+    )
     activation_offload: bool = memory_setting(
         False,
         "Keep the inputs of checkpointed blocks in CPU memory.",
@@ -721,6 +729,8 @@ class Settings(DataSettings):
     notices: tuple[str, ...] = ()
     # `cli.resolve` sets it: a pass with fewer padded tokens takes as long as one with these
     full_pass: int = FULL_PASS
+    # a rehearsal sets it: the last blocks, whose activations a memory budget has room for
+    kept_blocks: int = 0
 
     @property
     def replays(self) -> bool:

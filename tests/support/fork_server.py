@@ -45,7 +45,7 @@ MODULES = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path_
 MODULES += [
     f"transformers.models.{name}.modeling_{name}" for name in ("bert", "bloom", "gpt2", "llama", "qwen3", "vit")
 ]
-MODULES += ["peft"]
+MODULES += ["peft", "deepspeed"]  # accelerate imports the second, for two seconds, when a model is saved
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(MODULES)

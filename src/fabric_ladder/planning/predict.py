@@ -12,9 +12,10 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -26,11 +27,13 @@ from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.errors import first_line
+from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.planning.overhead import load_overhead
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+from fabric_ladder.techniques.memory_budget import stated_budget
 
 Capability = tuple[int, int] | None  # compute capability of a GPU; None: it computes in bfloat16
 
@@ -54,8 +57,59 @@ def predict_peak(
         classes: Number of classes of a classifier.
         capability: Compute capability of the GPU.
     """
-    with _rehearse_run(settings, micro_batches, classes, capability) as rehearsal:
-        return rehearsal.peak(settings, micro_batches, evaluations)
+    return _highest_peak(settings, [micro_batches], evaluations, classes, capability)
+
+
+def _highest_peak(
+    settings: Settings,
+    batches: list[list[MicroBatch]],
+    evaluations: Sequence[MicroBatch],
+    classes: int,
+    capability: Capability,
+) -> Peak:
+    """Return the highest peak of several effective batches, which share a rehearsal."""
+    with _rehearse_run(settings, batches[0], classes, capability) as rehearsal:
+        return max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
+
+
+def keep_most(
+    least: Peak, peak_of: Callable[[int], Peak], blocks: int, needed: Callable[[Peak], int], budget: int | None
+) -> tuple[int, Peak]:
+    """Return the most blocks that can keep their activations within a memory budget, and the peak with them.
+
+    The peak grows with each kept block, first slowly and then by the activations of a block. So every other guess lies
+    on the line between the closest known peaks, and the others halve the numbers that are left.
+
+    Args:
+        least: The peak without kept blocks.
+        peak_of: Rehearses the run with this number of kept blocks.
+        blocks: Number of the model's blocks.
+        needed: The bytes that a run with a peak needs.
+        budget: Bytes; None: there is no limit.
+    """
+    fits = 0
+    if budget is not None and needed(least) > budget:
+        return fits, least
+    exceeds, most = blocks, peak_of(blocks)
+    if budget is None or needed(most) <= budget:
+        return exceeds, most
+    by_line = True
+    while exceeds - fits > 1:
+        low, high = needed(least), needed(most)
+        kept = fits + (exceeds - fits) * (budget - low) // (high - low) if by_line else (fits + exceeds) // 2
+        by_line = not by_line
+        kept = min(max(kept, fits + 1), exceeds - 1)
+        peak = peak_of(kept)
+        if needed(peak) <= budget:
+            fits, least = kept, peak
+        else:
+            exceeds, most = kept, peak
+    return fits, least
+
+
+def memory_limit(settings: Settings, room: int | None) -> int | None:
+    """Return the smaller of the stated memory budget and the GPU's bytes (`room`); None: neither is known."""
+    return min((size for size in (room, stated_budget(settings)) if size is not None), default=None)
 
 
 def _rehearse_run(
@@ -174,15 +228,25 @@ def _answer(
     if reason := unpredictable(settings):
         return {"problem": reason}
     overhead = load_overhead(settings.cache_dir, gpu, capability).on(settings.ranks) if gpu else None
+    needed = overhead.needed if overhead else attrgetter("total")
+    room = room + overhead.expected.outside if overhead and room is not None else None
+    limit = memory_limit(settings, room)
     with _rehearse_run(settings, cuts[0][1][0], classes, capability) as rehearsal:
         for cut in cuts:
             tokens, batches, evaluations = cut
-            peaks = [rehearsal.peak(settings, batch, evaluations) for batch in batches]
-            peak = max(peaks, key=lambda peak: peak.total)
-            if not overhead or room is None or overhead.needed(peak) - overhead.expected.outside <= room:
+            peak = max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
+            if limit is None or needed(peak) <= limit:
                 break
-    found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
-    found |= {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
+    found = {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
+    if settings.memory_budget:
+        blocks = len(find_blocks(meta_model(settings)))
+
+        def peak_of(kept: int) -> Peak:
+            return _highest_peak(replace(settings, kept_blocks=kept), batches, evaluations, classes, capability)
+
+        kept, peak = keep_most(peak, peak_of, blocks, needed, limit)
+        found |= {"blocks": blocks, "kept_blocks": kept}
+    found |= {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
     return found | ({"needed": overhead.needed(peak), "workspace": overhead.expected.workspace} if overhead else {})
 
 

@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.gpus import ANY, find_gpu
 from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.plan import find_samples
-from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.planning.predict import keep_most, largest_batches, memory_limit, predict_peak
 from fabric_ladder.settings import FACTS, show
 from fabric_ladder.techniques.memory import Peak
 
@@ -79,8 +80,15 @@ def predict_memory(
     if "eval_batch_tokens" not in settings:
         read = replace(read, eval_batch_tokens=micro_batch_size * samples.length)
     batches = largest_batches(read, samples.length, samples.image_size, classes)
-    peak = predict_peak(read, *batches, classes=classes, capability=kind.capability)
     overhead = overhead_of(kind, read.cache_dir).on(read.ranks)
+
+    def peak_of(kept: int) -> Peak:
+        return predict_peak(replace(read, kept_blocks=kept), *batches, classes=classes, capability=kind.capability)
+
+    peak = peak_of(0)
+    if read.memory_budget:
+        limit = memory_limit(read, kind.memory if gpu else None)
+        _, peak = keep_most(peak, peak_of, len(find_blocks(meta_model(read))), overhead.needed, limit)
     low, high = overhead.bounds(peak)
     needed = overhead.needed(peak)
     return MemoryPrediction(peak, low, needed, high, needed - overhead.expected.outside)

@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from fabric_ladder.places import CONFIGS, PACKAGE
 from fabric_ladder.settings import Settings, names
 from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.techniques.memory import KINDS, ON_DEVICE
+from fabric_ladder.techniques.memory_budget import stated_budget
 
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs
 TIMEOUT = 120  # seconds
@@ -37,7 +39,8 @@ class Prediction:
     Args:
         found: Bytes on each GPU: `total`, its parts (see `KINDS`), `needed`, which adds CUDA's own memory, and
             `workspace`, the part of that which PyTorch's peak includes; bytes of the CPU memory in `host`. With
-            `micro_batch_tokens` `auto` also the number that fits. If the prediction failed, only `problem`.
+            `micro_batch_tokens` `auto` also the number that fits. With a memory budget also the `blocks` of the model
+            and the `kept_blocks`, which are not recomputed. If the prediction failed, only `problem`.
     """
 
     def __init__(self, found: dict):
@@ -58,22 +61,28 @@ class Prediction:
     def line(self, settings: Settings, hardware: dict) -> str:
         """Return the line of the header. For a GPU that is too small it names what to try next."""
         if "problem" in self.found:
-            return f"Predicted peak: unknown ({self.found['problem']})"
+            recomputed = ", so all blocks are recomputed" if settings.memory_budget else ""
+            return f"Predicted peak: unknown ({self.found['problem']}){recomputed}"
         total = self.found["total"]
+        needed = self.found.get("needed", total)
         parts = {kind.name: self.found[key] for key, kind in KINDS.items()}
         text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
         text += " of tensors on a GPU" * ("gpu" not in hardware)
+        if blocks := self.found.get("blocks"):
+            text += f", recomputing {blocks - self.found['kept_blocks']} of {blocks} blocks"
+        budget = stated_budget(settings)
+        if budget is not None and needed > budget:
+            text += f", still more than --memory_budget {settings.memory_budget}"
         limit = settings.gpu_memory_limit
         available = read_size(limit, "--gpu_memory_limit") if limit else hardware.get("gpu_memory")
         if available is None:
             return text
-        needed = self.found.get("needed", total)
         text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB" + " with CUDA's own" * ("needed" in self.found)
         if needed <= available:
             return text
         phase = self.found["phase"]
-        tries = less_memory(settings, phase if phase == "training" else f"the {phase}")
+        tries = less_memory(replace(settings, memory_budget=None), phase if phase == "training" else f"the {phase}")
         return f"{text}, so it may not fit. Next to try: {tries}"
 
     def end_line(self, measured: int, on_gpu: bool) -> str:
@@ -95,6 +104,8 @@ def start_planner(fabric: Fabric, settings: Settings) -> subprocess.Popen | None
     wanted = settings.predict_memory
     if wanted is None:
         wanted = fabric.device.type == "cuda" or bool(settings.gpu_memory_limit)
+    limited = stated_budget(settings) is not None or fabric.device.type == "cuda"  # `auto` on a CPU is no limit
+    wanted = wanted or (settings.memory_budget and limited)
     if fabric.global_rank or not wanted:
         return None
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
@@ -160,11 +171,14 @@ def _ask(planner: subprocess.Popen, question: tuple) -> dict:
 def most_tokens(train_loader: DataLoader) -> int:
     """Return the largest `micro_batch_tokens` that `auto` considers: those of the largest micro-batch, up to `BUDGET`.
 
-    Afterwards the loader's sampler cuts by `BUDGET`.
+    With a memory budget no pass is larger than it must be to keep a GPU busy: kept activations save more time.
+    Afterwards the loader's sampler cuts by this limit.
     """
-    train_loader.sampler.cut_by_tokens(BUDGET)
+    settings = train_loader.sampler.settings
+    most = settings.full_pass if settings.memory_budget else BUDGET
+    train_loader.sampler.cut_by_tokens(most)
     plans = train_loader.sampler.heaviest()
-    return min(BUDGET, max(part.padded for plan in plans for part in train_loader.dataset[plan].micro_batches))
+    return min(most, max(part.padded for plan in plans for part in train_loader.dataset[plan].micro_batches))
 
 
 def _cuts(settings: Settings, train_loader: DataLoader, val_loader: DataLoader) -> list[tuple]:

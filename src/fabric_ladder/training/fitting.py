@@ -16,14 +16,29 @@ from fabric_ladder.data.sampler import BatchPlan
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import reset_peak_memory
 from fabric_ladder.errors import UserError, is_out_of_memory
+from fabric_ladder.models.layers import find_blocks
 from fabric_ladder.runs.metrics import Meter, over_ranks
 from fabric_ladder.runs.prediction import Prediction, most_tokens
 from fabric_ladder.techniques import state_dtypes, used
+from fabric_ladder.techniques.memory_budget import keep_activations
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
 from fabric_ladder.training.graphs import Graphs
 from fabric_ladder.training.state import Training, random_state, set_random_state
 
 HARD_LIMITS = ("cuda",)  # devices whose memory has a hard limit; a CPU swaps, and a trial would only take time
+
+
+def keep_within_budget(training: Training, prediction: Prediction | None) -> None:
+    """Let as many blocks keep their activations as the memory budget has room for, the same on all ranks.
+
+    Without a prediction (`auto` on a CPU) all do. If the prediction failed, none do.
+    """
+    if not training.settings.memory_budget:
+        return
+    blocks = len(find_blocks(training.model.module))
+    kept = prediction.found.get("kept_blocks", 0) if prediction else blocks  # only rank 0 has a prediction
+    (recomputed,) = over_ranks(training.fabric, "max", blocks - kept)
+    keep_activations(training.model.module, blocks - recomputed)
 
 
 def try_longest(training: Training, prediction: Prediction | None) -> None:

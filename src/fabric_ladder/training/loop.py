@@ -20,7 +20,7 @@ from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
 from fabric_ladder.settings import Settings
 from fabric_ladder.training.compiling import compile_ahead
-from fabric_ladder.training.fitting import try_longest
+from fabric_ladder.training.fitting import keep_within_budget, try_longest
 from fabric_ladder.training.gradients import (
     accumulate_gradients,
     find_broken_gradient,
@@ -104,6 +104,7 @@ def _start(training: Training) -> None:
     training.stop_request.begin()
     with run.throughput.excluded():
         training.checkpointer.restore(state.load_state_dict)
+    keep_within_budget(training, prediction)
     try_longest(training, prediction)
     compile_ahead(training)
     _prepare_step(training)
