@@ -37,8 +37,8 @@ def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
 def test_files_and_settings_that_change_the_tokens_make_a_new_cache(tmp_path, load):
     path = write_table(table(), tmp_path / "texts.csv")
     first = load(path)
-    changes = [{"max_length": 8}, {"split_seed": 2}]
-    assert len({first.fingerprint, *(load(path, **values).fingerprint for values in changes)}) == 3
+    changes = [{"max_length": 8}, {"split_seed": 2}, {"train_samples": 30}]
+    assert len({first.fingerprint, *(load(path, **values).fingerprint for values in changes)}) == 4
     for column, value in (("text", "another text"), ("label", 1)):
         changed = table()
         changed.loc[30, column] = value

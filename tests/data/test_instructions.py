@@ -213,7 +213,7 @@ def test_chats_that_a_template_cannot_write_are_refused(load, tokenizers, tmp_pa
 def test_a_setting_that_changes_the_tokens_makes_a_new_cache(tmp_path, load, tokenizers):
     load(rows(), tokenizer=tokenizers["trained"])
     path = tmp_path / "rows.jsonl"
-    changes = [{}, {"prompt_template": "{instruction}"}]
+    changes = [{}, {"prompt_template": "{instruction}"}, {"prompt_template": "{instruction}\n{input}"}]
     changes += [{"train_on_inputs": True}, {"tokenizer": tokenizers["wordpiece"]}]
     for change in changes:
         load(path, **({"tokenizer": tokenizers["trained"]} | change))
@@ -241,7 +241,9 @@ def test_real_chinese_answers_come_back(tmp_path, load, instructions):
     with pytest.raises(UserError, match=r"1 of 500 rows of .*part\.json cannot be used \(row 55: no output\): fix"):
         load(path)
     got = load(path, bad_samples="skip", max_length=8192)
-    assert got.notices[0].endswith("are left out")
+    left_out, copied = got.notices
+    assert left_out.endswith("are left out")
+    assert copied.startswith("1 of 100 test texts are also training texts")
     tokenizer, found = got.tokenizer, []
     assert len(tokenizer) == 1024
     for split in SPLITS:

@@ -34,23 +34,18 @@ def test_the_loss_is_the_mean_over_columns_and_samples(tmp_path, fabric, kind, f
     assert accumulated(tmp_path, model, datasets, **LABELS[kind][0])[1].loss == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("options", "names"), [LABELS["words"], ({"class_weights": "balanced"}, "ab")])
+@pytest.mark.parametrize(
+    ("options", "names"), [LABELS["words"], LABELS["numbers"], ({"class_weights": "balanced"}, "ab")]
+)
 def test_the_largest_batches_can_be_rehearsed(tmp_path, options, names):
     settings = settings_for(tmp_path, model=BLOOM, from_scratch=True, packing=True, max_length=64, **options)
     with rehearse(settings, blank_datasets(len(names))) as rehearsal:
         assert rehearsal.peak(settings, *largest_batches(settings, 32, classes=len(names))).total > 0
 
 
-WORDS, SEVERAL = ("words", ["B-LOC", "B-PER", "O"], "entity"), ("several", ["art", "law"], "micro")
-
-
+@pytest.mark.parametrize("rung", ["2_grad_accum", pytest.param("15_packing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("rung", "kind", "names", "line"),
-    [
-        ("2_grad_accum", *WORDS),
-        ("2_grad_accum", *SEVERAL),
-        pytest.param("15_packing", *WORDS, marks=pytest.mark.slow),
-    ],
+    ("kind", "names", "line"), [("words", ["B-LOC", "B-PER", "O"], "entity"), ("several", ["art", "law"], "micro")]
 )
 def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung, kind, names, line):
     rows = [{"tokens": ["Ann", f"{index}", "Ulm"], "ner_tags": ["B-PER", "O", "B-LOC"], "text": f"text number {index}",

@@ -247,7 +247,7 @@ def test_content_that_is_not_what_its_name_says_is_refused(tmp_path, name):
 cells = st.text(st.sampled_from('ab",;\t\n 1é|\\'), min_size=1, max_size=12).map(lambda text: f"x{text}")
 
 
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
+@settings(deadline=None, max_examples=150, derandomize=True, database=None)
 @given(
     st.lists(st.tuples(cells, st.sampled_from("np")), min_size=1, max_size=6), st.sampled_from(",;\t"), st.booleans()
 )

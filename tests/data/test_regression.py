@@ -33,11 +33,12 @@ def test_numbers_come_from_one_or_several_columns(tmp_path, name):
         assert found == sorted(tuple(row[name] for name in column.split(",")) for row in texts())
 
 
-def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys):
-    """The numbers are not rounded to 16 bits: the line about them has the mean of the whole numbers."""
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys, precision):
+    """The numbers are never rounded to 16 bits: their mean is the same in both precisions."""
     datasets = labelled("numbers", test=40)
-    model = labelling("numbers").to(torch.bfloat16)
-    run, model = run_training(tmp_path, model, datasets, precision="bf16-true", epochs=2, **NUMBERS)
+    model = labelling("numbers").to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    run, model = run_training(tmp_path, model, datasets, precision=precision, epochs=2, **NUMBERS)
     results = json.loads((run.folder / "run.json").read_text())["results"]
     predicted = []
     model.eval()
@@ -46,11 +47,12 @@ def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys):
             ids = torch.tensor([row["input_ids"]])
             predicted.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].tolist())
     predicted, true = np.array(predicted), np.array(datasets.splits["test"]["labels"][:])
+    tolerance = 1e-5 if precision == "32-true" else 0.05
     expected = [pearsonr(predicted[:, column], true[:, column])[0] for column in (0, 1)]
     assert results["columns"]["names"] == ["a", "b"]
-    assert results["columns"]["pearson"] == pytest.approx(expected, abs=0.05)
-    assert results["columns"]["mse"] == pytest.approx(((predicted - true) ** 2).mean(0), rel=0.05)
-    assert results["test_pearson"] == pytest.approx(np.mean(expected), abs=0.05)
+    assert results["columns"]["pearson"] == pytest.approx(expected, abs=tolerance)
+    assert results["columns"]["mse"] == pytest.approx(((predicted - true) ** 2).mean(0), rel=tolerance)
+    assert results["test_pearson"] == pytest.approx(np.mean(expected), abs=tolerance)
     assert results["test_mse"] == results["test_loss"] == pytest.approx(np.mean(results["columns"]["mse"]), rel=1e-6)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [f"Test MSE {results['test_mse']:.4f}", f"Test Pearson {results['test_pearson']:.4f}"]

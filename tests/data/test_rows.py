@@ -12,9 +12,10 @@ from fabric_ladder.errors import UserError
 NEWS = [(index % 3 + 1, f"Title {index}", f"A longer text about day {index}.") for index in range(30)]
 
 
-def test_column_names_replace_a_missing_header(tmp_path, load):
-    frame, name = pd.DataFrame(NEWS, columns=["label", "title", "text"]), "news.tsv"
-    options = {"index": False, "sep": "\t"}
+@pytest.mark.parametrize("name", ["news.tsv", "news.csv.gz"])
+def test_column_names_replace_a_missing_header(tmp_path, load, name):
+    frame = pd.DataFrame(NEWS, columns=["label", "title", "text"])
+    options = {"index": False, "sep": "\t" if ".tsv" in name else ","}
     frame.to_csv(tmp_path / name, header=False, **options)
     frame.to_csv(tmp_path / f"with_{name}", **options)
     with pytest.raises(UserError, match=rf"{name} has no column 'text', only 1, Title 0, A lo.*: .*--column_names for"):

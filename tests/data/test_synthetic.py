@@ -24,7 +24,7 @@ def test_synthetic_reviews_depend_on_the_seed_alone_are_balanced_and_spread_like
 
 def test_the_splits_share_no_text_and_more_texts_of_one_do_not_change_the_others(tmp_path):
     sizes = {"model": BLOOM, "train_samples": 200, "test_samples": 100}
-    few, more = (load_in(tmp_path, "synthetic", validation_samples=size, **sizes) for size in (100, 101))
+    few, more = (load_in(tmp_path, "synthetic", validation_samples=size, **sizes) for size in (500, 501))
     train, validation, test = (set(rows_of(few, split)) for split in SPLITS)
     assert min(map(len, (train, validation, test))) > 90
     assert not train & validation | train & test | validation & test

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.models.configs import check_model
-from fabric_ladder.models.layers import check_images, meta_model
+from fabric_ladder.models.layers import check_images, find_blocks, meta_model
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing
@@ -165,6 +165,11 @@ def test_experts_and_a_loss_without_effect_are_named(tmp_path):
     assert ChunkedLoss().notice(settings) == "router_aux_loss_coef 0.5 of the model's config has no effect here"
     dense = settings_of(tmp_path, "gemma3", lora=True, **LANGUAGE)
     assert LoRA().notice(dense) is ChunkedLoss().notice(dense) is None
+
+
+def test_blocks_are_those_of_the_text_part(tmp_path):
+    model = meta_model(settings_of(tmp_path, "llama4", **LANGUAGE))
+    assert len(find_blocks(model)) == TEXT["num_hidden_layers"]
 
 
 def test_adapters_stay_out_of_layers_that_peft_takes_for_experts(tmp_path):

@@ -17,8 +17,10 @@ from transformers import (
     GPTNeoXConfig,
     MambaConfig,
     ModernBertConfig,
+    NystromformerConfig,
     Phi3Config,
     ProphetNetConfig,
+    RecurrentGemmaConfig,
     ReformerConfig,
     XLNetConfig,
     YosoConfig,
@@ -44,6 +46,7 @@ def longrope():
         (BertConfig(), True),
         (BertConfig(is_decoder=True), False),
         (Gemma3TextConfig(use_bidirectional_attention=True, **GEMMA), True),
+        pytest.param(Gemma3TextConfig(**GEMMA), False, marks=pytest.mark.slow),
         (MambaConfig(hidden_size=64, num_hidden_layers=2), False),
     ],
 )
@@ -61,6 +64,7 @@ def test_a_language_model_that_sees_later_tokens_is_refused(tmp_path, config, se
     ("config", "pooled"),
     [
         (BertConfig(is_decoder=True), "first"),
+        (Gemma3TextConfig(use_bidirectional_attention=True, **GEMMA), "last"),
         (GPTNeoXConfig(eos_token_id=0), "last"),  # the number of the copy's padding
         (ModernBertConfig(classifier_pooling="mean"), "mean"),
         (XLNetConfig(summary_type="attn"), None),
@@ -74,9 +78,11 @@ def test_the_token_that_a_head_reads(config, pooled):
     ("config", "longest", "changes"),
     [
         (FNetConfig(), 64, True),
+        (NystromformerConfig(), 512, True),
         (BigBirdConfig(), 1024, False),  # `build_model` makes its attention full
         (longrope(), 1024, True),
         (longrope(), 512, False),
+        (BertConfig(), 512, False),
     ],
 )
 def test_padding_that_changes_results_gives_a_line(tmp_path, config, longest, changes):
@@ -122,7 +128,9 @@ def test_a_model_without_a_copy_is_not_judged_which_a_line_says(tmp_path):
     [
         (BloomConfig(), 512, False),
         (BartConfig(is_decoder=True, is_encoder_decoder=False), 512, True),  # positions are counted with the padding
+        (RecurrentGemmaConfig(num_hidden_layers=3), 512, True),
         (longrope(), 1024, True),
+        (longrope(), 512, False),
     ],
 )
 def test_prompts_that_left_padding_changes_are_answered_alone(config, longest, alone):

@@ -36,6 +36,7 @@ OFFLOAD, SELECTIVE = {"activation_offload": True}, {"selective_checkpointing": T
 CHECKPOINTED = Settings(activation_checkpointing=True, accelerator="cpu")
 KINDS = {"offload": OFFLOAD, "selective": SELECTIVE, "both": OFFLOAD | SELECTIVE}
 TEXTS = {
+    "bloom": ("bloom", {}),
     "bloom, eager": ("bloom", {"attention": "eager"}),
     "bert": ("bert", {}),
     "llama-lm, packed": ("llama-lm", {"task": "instruction-tuning", "packing": True, "max_length": 64}),
@@ -63,7 +64,7 @@ def trained(tmp_path, name, precision, **values):
     return losses(run), list(model.parameters())
 
 
-PRECISIONS = ("bf16-true", "bf16-mixed", "32-true", "bf16-true")
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "32-true", "bf16-true")
 
 
 @pytest.mark.parametrize(("name", "precision"), [*zip(TEXTS, PRECISIONS, strict=True)])

@@ -16,6 +16,11 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.compile import CompileClock, compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
+# graphs: training's for one row, for several rows, and evaluation's; recomputation splits training's
+IN_FOURS = ("bert", {"micro_batch_size": 4}, 2)
+IN_FIVES_WHICH_LEAVES_ONE = ("llama", {"micro_batch_size": 5, "activation_checkpointing": True}, 4)
+INSTRUCTIONS = ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3)
+
 
 def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     """Train in this process with only the compiler's front end, which decides when to recompile.
@@ -28,7 +33,7 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     settings = settings_for(tmp_path, compile=compiled, **({"pad_to_multiple_of": 4, "epochs": 2} | values))
     fabric = Fabric(accelerator="cpu", devices=1)
     run = Run(fabric, settings)
-    loaders = build_dataloaders(fabric, token_datasets(), settings)
+    loaders = build_dataloaders(fabric, token_datasets(per_token=kind.endswith("-lm")), settings)
     model = tiny_model(kind)
     fuse_attention(model)
     if settings.activation_checkpointing:
@@ -43,15 +48,19 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     return graphs, losses(run)
 
 
-def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch):
-    """Two epochs have different lengths, with padding and without, and micro-batches of five samples and of one.
-
-    Training has a graph for one row and one for several rows, evaluation has its own, and recomputation adds one.
-    """
-    values = {"micro_batch_size": 5, "activation_checkpointing": True}
-    graphs, found = compiled_run(tmp_path, monkeypatch, "llama", **values)
-    assert graphs == [4] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
-    _, plain = compiled_run(tmp_path, monkeypatch, "llama", compiled=False, **values)
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        pytest.param(*IN_FOURS, marks=pytest.mark.slow),
+        IN_FIVES_WHICH_LEAVES_ONE,
+        pytest.param(*INSTRUCTIONS, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, kind, values, expected):
+    """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
+    graphs, found = compiled_run(tmp_path, monkeypatch, kind, **values)
+    assert graphs == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
+    _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
     assert found == pytest.approx(plain, abs=1e-5)
 
 

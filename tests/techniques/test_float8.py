@@ -2,13 +2,11 @@
 
 import importlib.util
 import json
-from functools import partialmethod
 
 import pytest
 import torch
 from lightning import Fabric
-from support.export import run_here
-from support.helpers import SRC, settings_for, token_datasets
+from support.helpers import SRC, run_script, settings_for, token_datasets, without_package
 from support.planning import case, measured_peak
 from torch import nn
 
@@ -19,6 +17,7 @@ from fabric_ladder.techniques.float8 import Float8
 from fabric_ladder.training.gradients import accumulate_gradients
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+RUNG = SRC / "22_float8.py"
 TINY = {"vocab_size": 64, "pad_token_id": 0, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
     "bloom": {"model_type": "bloom", **TINY},
@@ -70,12 +69,9 @@ def converted(model):
      ("bert", LORA | {"dora": True, "precision": "bf16-true"}),
      pytest.param("bert", {"compile": True, **LORA}, marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_gradients_are_near_those_of_16_bits(tmp_path, monkeypatch, kind, ways):
+def test_gradients_are_near_those_of_16_bits(tmp_path, kind, ways):
     """e4m3 has 3 bits of mantissa and e5m2 has 2, so a factor has a rounding error of up to 6 or 12 %."""
-    # the compiler's front end alone, since generated C++ takes a minute to compile
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    eight = gradient(small(tmp_path, kind, **ways))
-    sixteen = gradient(small(tmp_path, kind, **ways | {"float8": False, "compile": False}))
+    eight, sixteen = (gradient(small(tmp_path, kind, **{"float8": float8} | ways)) for float8 in (True, False))
     difference = (eight - sixteen).norm() / sixteen.norm()
     assert 0.001 < difference < 0.1
 
@@ -108,8 +104,19 @@ def test_weights_and_their_names_stay(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")  # a warning of the other tracker
-def test_the_prediction_agrees_with_real_tensors(tmp_path):
-    settings, training, _ = case(tmp_path, "bloom", precision="bf16-mixed", float8=True)
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [
+        ("bloom", {}),
+        pytest.param(
+            "vit",
+            {"lora": True, "lora_dropout": 0.0, "activation_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_prediction_agrees_with_real_tensors(tmp_path, family, ways):
+    settings, training, _ = case(tmp_path, family, **({"precision": "bf16-mixed", "float8": True} | ways))
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
 
 
@@ -143,10 +150,8 @@ def test_a_model_without_such_layers_is_refused(tmp_path, kind):
         Float8().check(small(tmp_path, kind), None)
 
 
-def test_without_torchao_it_is_refused(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *args: None if name == "torchao" else find(name, *args)
-    )
-    with pytest.raises(UserError, match=r"^--float8 true: it needs torchao: pip install torchao==0\.18\.0$"):
-        run_here(monkeypatch, SRC / "22_float8.py")
+@pytest.mark.slow
+def test_without_torchao_it_is_refused(tmp_path):
+    process = run_script(RUNG, cwd=tmp_path, **without_package(tmp_path, "torchao"))
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1] == "error: --float8 true: it needs torchao: pip install torchao==0.18.0"

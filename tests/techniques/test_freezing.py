@@ -21,9 +21,12 @@ from fabric_ladder.training.gradients import accumulate_gradients
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+BERT_LIKE = SIZES | TEXT | {"type_vocab_size": 2}
 CONFIGS = {
     "bloom": TEXT | {"model_type": "bloom", "hidden_size": 16, "n_layer": 3, "n_head": 2},
-    "bert": SIZES | TEXT | {"model_type": "bert", "type_vocab_size": 2},
+    "bert": BERT_LIKE | {"model_type": "bert"},
+    "deberta": BERT_LIKE | {"model_type": "deberta-v2", "relative_attention": True, "norm_rel_ebd": "layer_norm",
+                            "pos_att_type": ["p2c", "c2p"]},
     "distilbert": TEXT | {"model_type": "distilbert", "dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 32},
     "llama": SIZES | TEXT | {"model_type": "llama", "num_key_value_heads": 1},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": VOCABULARY},
@@ -59,7 +62,9 @@ def trained(model):
     [
         ("bloom", {}, "transformer.h.", {"transformer.ln_f", "score"}),
         ("bert", {}, "bert.encoder.layer.", {"bert.pooler.dense", "classifier"}),
+        ("deberta", {}, "deberta.encoder.layer.", {"pooler.dense", "classifier"}),
         ("distilbert", {}, "distilbert.transformer.layer.", {"pre_classifier", "classifier"}),
+        ("llama", {}, "model.layers.", {"model.norm", "score"}),
         ("llama", LANGUAGE, "model.layers.", {"model.norm", "lm_head"}),
         ("gpt2", LANGUAGE, "transformer.h.", {"transformer.ln_f"}),  # the head shares the embedding table
         ("vit", IMAGES, "vit.layers.", {"vit.layernorm", "classifier"}),
@@ -78,10 +83,13 @@ def test_the_last_blocks_and_the_modules_after_them_are_trained(tmp_path, kind, 
 
 
 WAYS = {
+    "32-true": {},
     "bf16-mixed": {"precision": "bf16-mixed"},
+    "checkpointing": {"activation_checkpointing": True},
     "offload": {"activation_checkpointing": True, "activation_offload": True},
     "packing": {"packing": True, "micro_batch_size": 2},
-    "kahan, step in backward": {"precision": "bf16-true", "kahan_summation": True, "step_in_backward": True},
+    "kahan": {"precision": "bf16-true", "kahan_summation": True},
+    "step in backward": {"step_in_backward": True},
     "float8": {"float8": True, "precision": "bf16-mixed"},
 }
 FAMILIES = (("bloom", {}), ("llama", LANGUAGE), ("gpt2", LANGUAGE))
@@ -139,8 +147,9 @@ def deep(tmp_path, layers, **values):
     return case(tmp_path, "bloom", model=str(path), **values)[:2]
 
 
-@pytest.mark.parametrize("values", [WAYS["bf16-mixed"], {"activation_checkpointing": True}], ids=str)
-def test_frozen_blocks_keep_no_activations(tmp_path, values):
+@pytest.mark.parametrize("way", ["bf16-mixed", "packing", "checkpointing"])
+def test_frozen_blocks_keep_no_activations(tmp_path, way):
+    values = WAYS[way] | ({"max_length": 256} if way == "packing" else {})
     kept = {
         (layers, chosen): step(*deep(tmp_path, layers, train_blocks=chosen, **values))[2]
         for layers, chosen in ((3, "last:1"), (6, "last:1"), (6, "last:2"), (6, "none"), (6, "all"))
@@ -156,6 +165,14 @@ def test_inputs_of_frozen_blocks_are_not_offloaded(tmp_path, monkeypatch):
     monkeypatch.setattr(_Offload, "pack", lambda self, tensor: packed.append(1) or pack(self, tensor))
     step(*deep(tmp_path, 6, train_blocks="last:2", **WAYS["offload"]))
     assert len(packed) == 2
+
+
+def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
+    model, optimizer, _ = step(*deep(tmp_path, 3, train_blocks="last:1"))
+    chosen = {weight for weight in model.parameters() if weight.requires_grad}
+    assert {weight for weight in model.parameters() if weight.grad is not None} == chosen
+    assert set(optimizer.state) == chosen
+    assert 0 < len(chosen) < len([*model.parameters()])
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,11 @@ def squares(made, tokens):
 
 @pytest.mark.parametrize(
     ("width", "length", "seeds", "precision"),
-    [(16, 48, 4, "32-true"), (16, 48, 4, "16-true"), (24, 48, 4, "bf16-mixed"), (24, 384, 2, "bf16-true")],
+    [
+        *((16, 48, 4, precision) for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true")),
+        *((24, 384, 2, precision) for precision in ("32-true", "bf16-mixed", "bf16-true")),
+        pytest.param(24, 384, 2, "16-true", marks=pytest.mark.slow),
+    ],
 )
 def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
     """One width has a power of two as its scale, the other does not. Errors are means over some batches."""
@@ -90,7 +94,7 @@ def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
             got = logits_and_gradients(model, inputs, autocast=precision == "bf16-mixed")
             errors[row] += torch.tensor([error(got[0], truth[0]), error(whole(got[1]), whole(truth[1]))])
     assert (errors[1] < 1.1 * errors[0]).all(), errors
-    if length > 256:  # a position needs more than 8 bits
+    if length > 256 and dtype != torch.float32:  # a position needs more than 8 or 11 bits
         assert (errors[1] < 0.6 * errors[0]).all(), errors
 
 

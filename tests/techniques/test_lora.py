@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from peft.import_utils import is_torchao_available
 from support.export import run_here
 from support.helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, token_datasets
 from torch import nn
@@ -19,9 +18,11 @@ from fabric_ladder import Run, UserError, build_dataloaders, build_model, build_
 from fabric_ladder.planning.predict import blank_datasets
 
 TINY = {"vocab_size": 64, "pad_token_id": 0, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS = {
     "bloom": {"model_type": "bloom", **TINY},
     "llama": {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64, **TINY},
+    "bert": {"model_type": "bert", "intermediate_size": 64, **TINY, **NO_DROPOUT},
     "distilbert": {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
                    "vocab_size": 64, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
     "vit": {"model_type": "vit", "image_size": 16, "patch_size": 8, "intermediate_size": 64, "hidden_size": 32,
@@ -35,11 +36,15 @@ UNUSUAL = {
     "clip": {"vision_config": VISION},
 }
 WAYS = {
+    "plain": {},
     "checkpointed": {"activation_checkpointing": True},
-    "compiled": {"compile": True, "lora_targets": "attention"},
+    "compiled": {"compile": True},
     "bf16-true": {"precision": "bf16-true"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
     "16-mixed": {"precision": "16-mixed"},
     "dora": {"dora": True},
+    "attention": {"lora_targets": "attention"},
+    "4-bit": {"quantization": "nf4", "precision": "bf16-true"},
     "4-bit 16-mixed": {"quantization": "nf4", "precision": "16-mixed"},
 }
 
@@ -86,6 +91,7 @@ def trained_names(model):
     ("kind", "task", "heads"),
     [
         ("bloom", "text-classification", {"score"}),
+        ("bert", "text-classification", {"classifier"}),
         ("distilbert", "text-classification", {"classifier", "pre_classifier"}),
         ("llama", "instruction-tuning", set()),
     ],
@@ -115,13 +121,13 @@ def test_every_adapter_learns_in_every_way(tmp_path, monkeypatch, way, kind):
     run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
     train(run, model, optimizer, train_loader, val_loader)
     lora_b = {name: value for name, value in snapshot(model).items() if "lora_B" in name}
-    linear = {"bloom": 4, "llama": 7} if way != "compiled" else {"bloom": 1, "llama": 2}
-    assert len(lora_b) == 2 * linear[kind]
+    layers = 2 * {"bloom": 4, "llama": 7}[kind] if way != "attention" else 2 * {"bloom": 1, "llama": 2}[kind]
+    assert len(lora_b) == layers
     assert all(value.any() and value.isfinite().all() for value in lora_b.values())
     assert {value.dtype for value in lora_b.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("way", ["bf16-true", "dora"])
+@pytest.mark.parametrize("way", ["plain", "bf16-true", "dora"])
 def test_the_first_loss_equals_the_models_own(tmp_path, way):
     """Model and head get the same weights from the same seed, and a new adapter changes nothing."""
     losses = {}
@@ -213,19 +219,17 @@ def test_without_bitsandbytes_rung_14_prints_one_line(monkeypatch):
     assert str(error.value) == line
 
 
-def test_an_old_torchao_is_refused_in_one_line(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_an_old_torchao_is_refused_in_one_line(tmp_path):
     """PEFT raises an ImportError with versions below 0.16, for instance Colab's."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").touch()
     (tmp_path / "torchao-0.10.0.dist-info").mkdir()
     (tmp_path / "torchao-0.10.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 0.10.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    is_torchao_available.cache_clear()
-    try:
-        with pytest.raises(UserError) as error:
-            run_here(monkeypatch, SRC / "13_lora.py")
-    finally:
-        is_torchao_available.cache_clear()
-    line = "--lora true: PEFT refuses torchao 0.10.0: pip install torchao==0.18.0, or pip uninstall torchao"
-    assert str(error.value) == line
+    process = run_script(SRC / "13_lora.py", cwd=tmp_path, fresh=True, PYTHONPATH=str(tmp_path))
+    assert process.returncode == 2
+    line = "error: --lora true: PEFT refuses torchao 0.10.0: pip install torchao==0.18.0, or pip uninstall torchao"
+    assert process.stderr.splitlines()[-1] == line
 
 
 def test_attention_means_its_linear_layers_where_peft_has_no_choice(tmp_path):

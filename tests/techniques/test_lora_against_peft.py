@@ -14,6 +14,7 @@ from fabric_ladder import build_model
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
 CONFIGS = {
     "bloom": SIZES | {"model_type": "bloom", "pad_token_id": 0},
+    "llama": SIZES | {"model_type": "llama", "intermediate_size": 32, "pad_token_id": 0},
     "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY},
 }
 LANGUAGE = {"task": "instruction-tuning", "loss_chunk": 16}

@@ -38,7 +38,7 @@ def fit(tmp_path, dtype, optimizer, rate, **values):
     return errors[-1] / errors[0]
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 1e-4), ("sgd", 2e-3), ("adam-8bit", 1e-4)])
+@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 1e-4), ("adamw", 1e-4), ("sgd", 2e-3), ("adam-8bit", 1e-4)])
 def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rate):
     whole = fit(tmp_path, torch.float32, optimizer.removesuffix("-8bit"), rate=rate)
     rounded = fit(tmp_path, torch.bfloat16, optimizer, rate=rate)
@@ -103,20 +103,18 @@ def test_8_bit_adam_steps_like_bitsandbytes_without_waiting(tmp_path, monkeypatc
 
 
 IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 6}
+BOTH = {"step_in_backward": True, "optimizer_offload": True}
+CLIPPED = {"optimizer_offload": True, "max_grad_norm": 0.1}  # steps wait until all gradients exist
+PLACES = [(place, optimizer) for place in (IN_BACKWARD, OFFLOADED) for optimizer in OPTIMIZERS]
 
 
 @pytest.mark.parametrize(
     ("place", "optimizer", "kahan"),
-    [
-        *((IN_BACKWARD, optimizer, False) for optimizer in ("adam", "sinkgd", "adam-4bit")),
-        *((OFFLOADED, optimizer, False) for optimizer in ("sgd", "adafactor", "adam-8bit")),
-        ({"step_in_backward": True, "optimizer_offload": True}, "adam", True),
-        ({"optimizer_offload": True, "max_grad_norm": 0.1}, "adam", False),  # all gradients are needed
-    ],
+    [*((*case, False) for case in PLACES), (BOTH, "adam", True), (BOTH, "sinkgd", True), (CLIPPED, "adam", False)],
 )
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
     monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits
-    same = {name: value for name, value in place.items() if value is not True}
+    same = {name: value for name, value in place.items() if name in ("micro_batch_size", "max_grad_norm")}
     values = BF16 | same | {"kahan_summation": kahan, "optimizer": optimizer, "schedule": "cosine"}
     expected, model = run_training(tmp_path / "plain", tiny_model(dropout=0.1), **values)
     run, other = run_training(tmp_path / "other", tiny_model(dropout=0.1), **values | place)
@@ -146,12 +144,12 @@ def test_no_two_gradients_exist_at_the_same_time(tmp_path):
     model, optimizer, most = steps_of_one_batch(tmp_path, step_in_backward=True)
     assert most == 0  # the counting hook runs after the hook that steps and frees
     assert all(optimizer.optimizer.state[parameter]["step"] == 1 for parameter in model.parameters())
-
-
-def test_the_cpu_steps_before_the_backward_pass_is_over(tmp_path):
     model, optimizer, most = steps_of_one_batch(tmp_path)
     assert most == sum(1 for _ in model.parameters())
     assert not optimizer.optimizer.state
+
+
+def test_the_cpu_steps_before_the_backward_pass_is_over(tmp_path):
     model, optimizer, _ = steps_of_one_batch(tmp_path, optimizer_offload=True, micro_batch_size=8)
     assert all(optimizer.optimizer.state[parameter]["step"] == 1 for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -4,15 +4,22 @@ import copy
 import csv
 import json
 import re
-from functools import partialmethod
 
 import pytest
 import torch
-from support.helpers import MODELS, relative_error, settings_for, tiny_model, token_datasets
+from support.helpers import (
+    MODELS,
+    SRC,
+    finished,
+    relative_error,
+    run_script,
+    settings_for,
+    tiny_model,
+    token_datasets,
+)
 from support.made import Made
 from support.packing_twin import TOLERANCE, packing_error
 from support.training import run_training
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, BertConfig, BloomConfig, GPT2Config, ModernBertConfig, RobertaConfig
@@ -23,7 +30,6 @@ from fabric_ladder.data.loaders import TextCollator
 from fabric_ladder.models.configs import MODELS as CLASSES
 from fabric_ladder.models.masks import DIGITS
 from fabric_ladder.models.probe import probe
-from fabric_ladder.techniques.compile import compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import TESTED, Packing, support_packing
 
@@ -33,6 +39,7 @@ BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS = {
     "bloom": lambda: BloomConfig(hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0, attention_dropout=0, **SIZES),
     "llama": lambda: AutoConfig.from_pretrained(MODELS / "llama-tiny.json", **SIZES),
+    "qwen3": lambda: AutoConfig.from_pretrained(MODELS / "qwen3-tiny.json", **SIZES),
     "gpt2": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **SIZES),
     "bert": lambda: BertConfig(**BERT, **SIZES),
     "roberta": lambda: RobertaConfig(**BERT, **SIZES),
@@ -42,7 +49,8 @@ CONFIGS = {
     ),
 }  # fmt: skip
 CLASSIFICATION, INSTRUCTIONS = "text-classification", "instruction-tuning"
-CASES = [(kind, CLASSIFICATION) for kind in CONFIGS] + [(kind, INSTRUCTIONS) for kind in ("bloom", "llama")]
+CASES = [(kind, CLASSIFICATION) for kind in CONFIGS]
+CASES += [(kind, INSTRUCTIONS) for kind in ("bloom", "llama", "qwen3", "gpt2")]
 ARCHITECTURES = (  # names of model types in transformers
     "bloom gpt2 gpt_neox opt llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 olmo2 granite starcoder2 "
     "mamba falcon mpt bert roberta xlm-roberta distilbert electra camembert mpnet albert modernbert deberta-v2"
@@ -175,7 +183,7 @@ def test_a_row_of_the_most_documents_keeps_them_apart():
 
     assert 2**DIGITS == MOST_IN_ROW + 1
     expected = first_logits(MOST_IN_ROW, 2)
-    for changed in (*range(3, 2 * MOST_IN_ROW, 18), 2 * MOST_IN_ROW + 1):
+    for changed in range(3, 2 * MOST_IN_ROW + 2, 2):
         assert first_logits(MOST_IN_ROW, changed).equal(expected)
     assert not first_logits(MOST_IN_ROW + 1, 2 * MOST_IN_ROW + 2).equal(first_logits(MOST_IN_ROW + 1, 2))
 
@@ -207,7 +215,7 @@ def test_transformers_own_attention_makes_such_a_matrix():
     assert squares(model, INSTRUCTIONS)
 
 
-def figures_of(folder):
+def figures(folder):
     """Return the losses and accuracies of a run, in order, and its results."""
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -216,25 +224,42 @@ def figures_of(folder):
     return [float(row[value]) for row in rows for value in values if row[value]], results
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_packing_changes_no_printed_figure(tmp_path, monkeypatch, compiled):
-    """The compiler's front end decides when to recompile; generated C++ would take a minute to compile."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    torch._dynamo.reset()
-    data, packed = token_datasets(train=64), tiny_model()
-    plain, _ = run_training(tmp_path, tiny_model(), data)
-    fuse_attention(packed)
-    support_packing(packed, 64)
-    if compiled:
-        compile_blocks(packed, str(tmp_path), "cpu")
-    values = {"packing": True, "max_length": 64, "micro_batch_size": 2, "compile": compiled}
-    run, _ = run_training(tmp_path, packed, data, **values)
-    (expected, before), (got, after) = figures_of(plain.folder), figures_of(run.folder)
+def assert_same_figures(packed, unpacked):
+    """Assert that training and evaluations print the same; return the results of the packed run."""
+    (got, after), (expected, before) = figures(packed), figures(unpacked)
     assert len(expected) == 4 + 3 + 2
     assert got == pytest.approx(expected, abs=1e-5)
     assert before["samples_hash"] == after["samples_hash"]
-    if compiled:
-        assert after["compiled_graphs"] <= 6, "one row and several rows: training, forward and backward, and evaluation"
+    return after
+
+
+def test_packing_changes_no_printed_figure(tmp_path):
+    data, model = token_datasets(train=64), tiny_model()
+    unpacked, _ = run_training(tmp_path, tiny_model(), data)
+    fuse_attention(model)
+    support_packing(model, 64)
+    packed, _ = run_training(tmp_path, model, data, packing=True, max_length=64, micro_batch_size=2)
+    assert_same_figures(packed.folder, unpacked.folder)
+
+
+def run_rung(tmp_path, name, *options):
+    """Run a script of the ladder; return the folder of its run."""
+    sizes = ["--train_samples", 64, "--validation_samples", 40, "--test_samples", 40, "--log_every", 16]
+    finished(run_script(SRC / f"{name}.py", *sizes, "--precision", "32-true", *options, cwd=tmp_path))
+    return max((tmp_path / "runs" / name).iterdir(), key=lambda path: int(path.name))
+
+
+@pytest.mark.slow
+def test_packing_changes_no_printed_figure_of_the_rungs(tmp_path):
+    """The figures are the same on one process, on two, and with compiled layers."""
+    unpacked = run_rung(tmp_path, "2_grad_accum")
+    for name, *options in (
+        ("4_mixed_precision", "--micro_batch_size", 2),
+        ("9_ddp", "--devices", 2),
+        ("3_torch_compile", "--micro_batch_size", 2),
+    ):
+        results = assert_same_figures(run_rung(tmp_path, name, "--packing", "true", *options), unpacked)
+    assert results["compiled_graphs"] <= 6, "one row and several rows: training, forward and backward, and evaluation"
 
 
 def check(tmp_path, model, **values):

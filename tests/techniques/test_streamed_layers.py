@@ -29,7 +29,8 @@ PACKED = {"packing": True, "max_length": 64, "micro_batch_size": 2}
 WAYS = {
     "bf16-mixed": ("bert", {"precision": "bf16-mixed"}),
     "packed, checkpointed": ("bloom", {"precision": "32-true", **PACKED, **CHECKPOINTED}),
-    "4-bit, dora": ("llama", {"precision": "bf16-true", "quantization": "nf4", "dora": True}),
+    "4-bit, checkpointed": ("bloom", {"precision": "32-true", "quantization": "nf4", **CHECKPOINTED}),
+    "dora": ("llama", {"precision": "bf16-true", "dora": True}),
 }
 
 
