@@ -2,14 +2,15 @@
 
     python benchmarks/check_figures.py [PAGE …]        default: README.md and all pages of docs/
 
-A figure is a number with a unit, or a number with decimals in a table or above a comment. The comments follow the
-paragraph, list, table or block of code:
+A figure is a number with a unit, or with decimals in a table or a quoted block. A page's file in benchmarks/figures/
+quotes words that the page has once, and lists the sources of their paragraph, list item, table or block of code:
 
-    <!-- figures: against_peers.json minilm.medians bloom.ratios -->   a file or a folder of runs, and parts of it
-    <!-- figures: against_peers.json "=minilm.a / bloom.b" -->         a quotient, difference or product of two parts
-    <!-- figures: published 26.84 GB, 18.21: https://… -->             measured by others; without figures: all of them
-    <!-- figures: computed 24 GB: the size of a GPU -->                a condition, a bound or arithmetic
-    <!-- figures: unfiled 92.7 % -->                                   in no file: old entries of the journal
+    A step of Adam reads and writes:
+      - against_peers.json minilm.medians bloom.ratios     a file or a folder of runs, and parts of it
+      - against_peers.json "=minilm.a / bloom.b"           a quotient, difference or product of two parts
+      - published 26.84 GB, 18.21: https://…               measured by others; without figures: all of them
+      - computed 24 GB: the size of a GPU                  a condition, a bound or arithmetic
+      - unfiled 92.7 %                                     in no file: old entries of the journal
 
 A part is a path of keys, joined by dots; `*` matches any text. `+` as a key compares the mean and the standard
 deviation over its values. A figure agrees with a number that equals it in some unit, rounded to the figure's digits.
@@ -21,13 +22,14 @@ import re
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 FACTORS = (1, 0.01, 1e-3, 1e3, 1e6, 1e9, 60, 3600)  # %, ms, kB, MB, GB, minutes, hours
 UNIT = r"(?:%|points|x|times|GB/s|GB|GiB|MB|kB|bytes|samples/s|tokens/s|hours|minutes|min|seconds|ms|s|M)"
 NUMBER = r"(?<![\w.,/:^+−-])[-+−]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w-]|[.,:/]\d)"
@@ -35,8 +37,8 @@ FIGURE = re.compile(rf"({NUMBER})(?:\s*({UNIT})(?![\w/]|(?<=x)\s?\d))?")  # "4 x
 VERSION = re.compile(r"(?:capability|CUDA|DeepSpeed|Llama|Python|PyTorch|torch|torchao|transformers|PCIe)\s\(?$")
 GENERATED = re.compile(r"<!-- (\w+):\w+ -->.*?<!-- /\1 -->", re.DOTALL)  # scripts write these tables
 MASKED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
-CODE, TEXT = r"```[^\n]*\n.*?^```", r"(?:^(?!#|<!--|```)[^\n]*\S[^\n]*$\n?)+?(?=^\s*<!--|^\s*$|^```|\Z)"
-BLOCK = re.compile(rf"({CODE}|{TEXT})((?:\s*<!-- figures:.*?-->)*)", re.DOTALL | re.MULTILINE)
+TEXT = r"(?:^(?!#|<!--|```)[^\n]*\S[^\n]*$\n?)+?(?=^ *(?:[-*]|\d+\.) |^\s*$|^#|^<!--|^```|\Z)"
+BLOCK = re.compile(rf"```[^\n]*\n.*?^```|{TEXT}", re.DOTALL | re.MULTILINE)
 OPERATIONS = {"*": operator.mul, "/": operator.truediv, "-": operator.sub}
 
 
@@ -53,11 +55,11 @@ def agrees(figure: str, value: float) -> bool:
     return any(abs(each - as_number(written) * by) <= half * by for by in FACTORS for each in values)
 
 
-def figures_of(block: str, commented: bool) -> set[str]:
+def figures_of(block: str, quoted: bool) -> set[str]:
     """Return the figures of a block, each with its unit."""
     is_code = block.startswith("```")
     text = block if is_code else MASKED.sub("`", block)
-    decimals_count = not is_code and (commented or text.lstrip().startswith("|"))
+    decimals_count = not is_code and (quoted or text.lstrip().startswith("|"))
     return {
         f"{found[1]} {found[2] or ''}".strip()
         for found in FIGURE.finditer(text)
@@ -104,48 +106,51 @@ def select(path: Path, part: str) -> list[float]:
             repeats[name.replace(f".{found[1]}.", ".+.", 1) if pattern.groups else len(repeats)].append(value)
     if not repeats:
         raise ValueError(f"{path.name} has no {part}")
-    return [
-        number for values in repeats.values() for number in (mean(values), *([stdev(values)] if values[1:] else []))
-    ]
+    return [each for values in repeats.values() for each in (mean(values), *([stdev(values)] if values[1:] else []))]
 
 
-def sources(comment: str, results: Path) -> dict[str, Callable[[str], bool]]:
-    """Return the sources that a comment names: for each a function that returns whether a figure is from there."""
-    if found := re.match(r"(published|computed|unfiled)(?: ([^:]+?))?(: |$)", comment):
+def found_in(source: str, figures: set[str], results: Path) -> dict[str, set[str]]:
+    """Return the figures that come from each part that a source names."""
+    if found := re.match(r"(published|computed|unfiled)(?: ([^:]+?))?(: |$)", source):
         names = re.split(r",\s+", found[2] or "")
-        return {name: lambda figure, name=name: name in ("", figure, *figure.split()) for name in names}
-    file, *parts = shlex.split(comment)
+        return {name: {figure for figure in figures if name in ("", figure, *figure.split())} for name in names}
+    file, *parts = shlex.split(source)
     numbers = {part: select(results / file, part) for part in parts or ["*"]}
-    return {part: lambda figure, part=part: any(agrees(figure, value) for value in numbers[part]) for part in numbers}
+    return {part: {each for each in figures if any(agrees(each, n) for n in numbers[part])} for part in numbers}
 
 
-def check(page: str, name: str, results: Path = RESULTS) -> tuple[list[str], int]:
+def check(page: str, root: Path = ROOT) -> tuple[list[str], int]:
     """Return one line for each error of a page, and the number of its figures."""
-    page = GENERATED.sub(lambda found: "\n" * found[0].count("\n"), page)
-    errors, count = [], 0
-    for block in BLOCK.finditer(page):
-        place = f"{name}:{page.count(chr(10), 0, block.start()) + 1}"
-        comments = [" ".join(each.split()) for each in re.findall(r"figures:\s*(.*?)\s*-->", block[2], re.DOTALL)]
-        figures = figures_of(block[1], bool(comments))
+    text = GENERATED.sub(lambda found: "\n" * found[0].count("\n"), (root / page).read_text(encoding="utf-8"))
+    file = f"benchmarks/figures/{page.removeprefix('docs/').removesuffix('.md')}.yaml"
+    quotes = yaml.load((root / file).read_text(encoding="utf-8"), yaml.BaseLoader) if (root / file).exists() else {}
+    blocks, sources, errors, count = list(BLOCK.finditer(text)), defaultdict(list), [], 0
+    for quote, named in quotes.items():
+        places = [block.start() for block in blocks for _ in range(" ".join(block[0].split()).count(quote))]
+        if len(places) != 1:
+            errors.append(f'{page}: "{quote}" occurs {len(places)} times, not once: change the quote in {file}')
+        for start in places:  # YAML reads "computed 24 GB: a GPU" as a mapping
+            sources[start] += [": ".join(*each.items()) if isinstance(each, dict) else each for each in named]
+    for block in [] if errors else blocks:
+        place = f"{page}:{text.count(chr(10), 0, block.start()) + 1}"
+        figures = missing = figures_of(block[0], bool(sources[block.start()]))
         count += len(figures)
-        missing = set(figures)
-        for comment in comments:
+        for source in sources[block.start()]:
             try:
-                for source, contains in sources(comment, results).items():
-                    found = {figure for figure in figures if contains(figure)}
-                    missing -= found
-                    if not found:
-                        errors.append(f"{place}: {comment}: no figure of the block above is {source}")
+                found = found_in(source, figures, root / "benchmarks" / "results")
             except (ValueError, OSError) as error:
-                errors.append(f"{place}: {comment}: {error}")
-        errors += [f"{place}: {figure}: not in {comments or 'a file: name one'}" for figure in sorted(missing)]
+                errors.append(f"{place}: {source} in {file}: {error}")
+                continue
+            missing = missing.difference(*found.values())
+            errors += [f"{place}: no figure is {part}, of {source} in {file}" for part in found if not found[part]]
+        errors += [f"{place}: {figure} has no source in {file}" for figure in sorted(missing)]
     return errors, count
 
 
 def main() -> int:
     """Check the pages, print each error in a line, and return the exit status."""
-    pages = [Path(page) for page in sys.argv[1:]] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = [check(page.read_text(encoding="utf-8"), str(page)) for page in pages]
+    pages = [*map(Path, sys.argv[1:])] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [check(page.resolve().relative_to(ROOT).as_posix()) for page in pages]
     errors = [error for each, _ in found for error in each]
     print(*errors, f"{sum(count for _, count in found)} figures, {len(errors)} errors", sep="\n")
     return int(bool(errors))

@@ -43,11 +43,17 @@ PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
 PLAIN = ("", 1, "")
+SIXTEEN = ("--micro_batch_size 16", 1, " with 16 texts at once")  # one text has few activations to save
 PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default: none, one GPU, none
     "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
+    "7_grad_checkpointing": SIXTEEN, "20_activation_offload": SIXTEEN, "21_selective_checkpointing": SIXTEEN,
     "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"), "27_cuda_graphs": ("", 1, " and a pool"),
+    "28_memory_budget": ("", 1, " or less, as stated"),
 }  # fmt: skip
-AS_ANOTHER = {"3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision"}
+AS_ANOTHER = {
+    "3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision",
+    "28_memory_budget": "5_low_precision",
+}  # fmt: skip
 
 
 @cache

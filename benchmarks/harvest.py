@@ -183,7 +183,7 @@ def entries_of(job: Job) -> list[Entry]:
     samples = f"--train_samples {32 if job.rehearse else 160} --validation_samples 1".split()
     profiled = ["profile-rung", "--script", "5_low_precision", *job.options, *samples]
     found.append(command_entry("profile", [OPERATIONS, *profiled, "--runs_dir", str(job.folder / "profiled")]))
-    found += [*memory(job), *claims(job)]
+    found += [*memory(job), Entry("memory budget", partial(memory_budget, job), 120), *claims(job)]
     for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
         if rung == "9_ddp" or not job.rehearse:
             command = rung_command(job.options, rung, "--devices", str(job.gpus))
@@ -269,6 +269,34 @@ def memory(job: Job) -> list[Entry]:
             command = rung_command(options, row.rung)
             found.append(command_entry(f"memory: {model}, {row.name}", command, alone=False))
     return found
+
+
+def memory_budget(job: Job, limit: float) -> dict:
+    """Train within a budget between all blocks recomputed and none; compare peak and losses with the two ends.
+
+    On a CPU the predicted peaks are compared.
+    """
+    model = "bloom-560m"
+    options = [*memory_ladder.options_of(model), *memory_ladder.data_options(model, job.folder / model)]
+    options += "--micro_batch_size 16 --log_every 16 --save no --predict_memory true --accelerator".split()
+    options += [job.device]
+    if job.rehearse:
+        options += ["--model", str(MODELS / f"{FULL[model]}.json"), *"--max_length 256 --train_samples 32".split()]
+    key = "predicted_peak_bytes" if job.rehearse else "peak_memory_bytes"
+    runs: dict[str, dict] = {}
+    all_losses, more = [], []
+    for rung in ("5_low_precision", "28_memory_budget", "7_grad_checkpointing"):
+        if rung.startswith("28"):
+            stated = int(0.7 * runs["5_low_precision"]["peak_bytes"])
+            more = ["--memory_budget", f"{stated / 1e9:.9f}GB"]
+        record, rows = common.run_recorded(rung, [*options, *more], limit=limit)
+        results, more = record["results"], []
+        runs[rung] = {"peak_bytes": results[key], "samples_per_second": results["samples_per_second"]}
+        all_losses.append(rows["loss"].dropna().tolist())
+    without, within, with_all = (run["peak_bytes"] for run in runs.values())
+    gap = max(abs(mine - its) for each in all_losses[1:] for mine, its in zip(each, all_losses[0], strict=True))
+    right = with_all <= within <= stated < without and gap <= (0 if job.rehearse else TOLERANCES["16 bits"])
+    return {"passed": right, "largest_difference": gap, "budget_bytes": stated, "runs": runs}
 
 
 def claims(job: Job) -> list[Entry]:

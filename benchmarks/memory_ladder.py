@@ -26,9 +26,12 @@ import common  # first import: it makes the project importable
 import numpy as np
 from PIL import Image
 
+from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.planning.candidates import read_settings
-from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.planning.overhead import ANY_GPU
+from fabric_ladder.planning.predict import keep_most, largest_batches, predict_peak
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+from fabric_ladder.techniques.memory_budget import stated_budget
 
 OUT = common.RESULTS / "memory_ladder.json"
 ROWS = common.ROOT / "benchmarks" / "memory_ladder.csv"
@@ -78,17 +81,25 @@ def options_of(model: str) -> list[str]:
     return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true", *task]
 
 
-def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
-    """Return the predicted peak; `known` holds the peaks of earlier settings."""
+def predict(model: str, entry: Entry, known: dict[str, Peak]) -> tuple[Peak, dict[str, int]]:
+    """Return the predicted peak, and what a memory budget leads to; `known` holds the peaks of earlier settings."""
     options = entry.options.replace("--precision 16-mixed", "--precision bf16-mixed").split()  # of the same size
     settings = read_settings(entry.rung, [*options_of(model), *options, "--eval_batch_tokens", EVAL_TOKENS], entry.gpus)
-    key = json.dumps(asdict(replace(settings, name="")))
-    if key not in known:
-        images = settings.task == "image-classification"
-        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (settings.max_length, None, 2)
-        batches = largest_batches(settings, length, image_size)
-        known[key] = predict_peak(settings, *batches, classes)
-    return known[key]
+
+    def peak_of(kept: int) -> Peak:
+        key = json.dumps(asdict(replace(settings, name="", memory_budget=None, kept_blocks=kept)))
+        if key not in known:
+            images = settings.task == "image-classification"
+            length, image_size, classes = (PATCHES, PIXELS, 10) if images else (settings.max_length, None, 2)
+            batches = largest_batches(settings, length, image_size)
+            known[key] = predict_peak(replace(settings, kept_blocks=kept), *batches, classes)
+        return known[key]
+
+    if not settings.memory_budget:
+        return peak_of(0), {}
+    blocks = len(find_blocks(meta_model(settings)))
+    kept, peak = keep_most(peak_of(0), peak_of, blocks, ANY_GPU.needed, stated_budget(settings))
+    return peak, {"blocks": blocks, "recomputed": blocks - kept, "needed": ANY_GPU.needed(peak)}
 
 
 def make_data(model: str, folder: Path) -> None:
@@ -122,11 +133,11 @@ def run_model(model: str, only: list[str], out: Path | None) -> None:
             continue
         print(f"{model}: {entry.name} …", file=sys.stderr, flush=True)
         start = perf_counter()
-        peak = predict(model, entry, known)
+        peak, more = predict(model, entry, known)
         seconds = perf_counter() - start
         cells = [f"{getattr(peak, part) / 1e9:.2f}" for part in (*ON_DEVICE, "host", "total")]
         rows.append([entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase])
-        predicted = peak._asdict() | {"total": peak.total, "seconds": seconds}
+        predicted = peak._asdict() | {"total": peak.total, "seconds": seconds} | more
         records.append(entry._asdict() | {"predicted": predicted})
     print(f"{model}: predicted")
     common.print_table(HEADER, rows)

@@ -1,4 +1,4 @@
-"""Write the tables of all rungs from the ladder's rows: the README's table and graph, docs/index.md, mkdocs.yml.
+"""Write the tables of all rungs from the ladder's rows: the README's tables, docs/index.md, mkdocs.yml.
 
     python benchmarks/rung_tables.py            writes them; `make tables` does it with all other generated tables
     python benchmarks/rung_tables.py --check    lists stale files and writes nothing; exit status 1 if there are any
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import common  # first import: it makes the project importable
+from evidence_tables import best_row, change, most_seeds, own, predicted
 from evidence_tables import mean as with_spread
-from evidence_tables import most_seeds, own, predicted
 
 from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.ladder import Row, row_of
@@ -29,6 +29,11 @@ HEADINGS = {  # groups of rows, and their headings in the README's table
     "several GPUs": "Uses several GPUs",
     "time": "Saves time",
 }
+MEASURED = {  # the rungs of the README's first table, and the options that the H100 measured
+    "2_grad_accum": "", "4_mixed_precision": "", "5_low_precision": "", "7_grad_checkpointing": "",
+    "13_lora": " --lora_targets attention", "14_qlora": " --lora_targets attention", "16_bf16_that_learns": "",
+    "18_low_bit_optimizer": "",
+}  # fmt: skip
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - combinations\.md\n)", re.DOTALL)
@@ -58,29 +63,46 @@ def accuracy(rung: Path) -> str:
     return f"as {number(below)}"
 
 
+def measured() -> list[str]:
+    """Return the README's first table: peaks on an H100, their change, and the accuracy at the best learning rate."""
+    entries = common.read_results(common.RESULTS / "gpu.json")["entries"]
+
+    def gigabytes(rung: str) -> float:
+        return entries[f"memory: bloom-560m, {rung}{MEASURED.get(rung, '')}"]["figures"]["peak_memory_bytes"] / 1e9
+
+    rows = []
+    for rung in (rung for rung in RUNGS if rung.stem in MEASURED):
+        below = parent(rung)
+        peak = gigabytes(rung.stem)
+        to_parent = f"{change(peak, gigabytes(below.stem))} ({number(below)})"
+        row = best_row(f"imdb_2000{'_attention' if MEASURED[rung.stem] else ''}", rung.stem)
+        found = with_spread(most_seeds("imdb_2000", row), "test_accuracy") if row else accuracy(rung)
+        rows.append([*_links(rung.stem), f"{peak:.2f}", to_parent, found])
+    return _table(["rung", "technique", "GB", "to its parent", "accuracy, %"], rows, 2)
+
+
 def ladder() -> list[str]:
-    """Return the README's table: what each rung does, its memory and its accuracy."""
+    """Return the README's second table: the predicted memory of all other rungs, and their accuracy."""
     rows, paths = [], {rung.stem: rung for rung in RUNGS}
     for group, members in grouped():
-        rows += [[f"**{HEADINGS[group]}**", "", "", ""]] if HEADINGS[group] else []
-        for name, title in ((row.rung, row.title) for row in members):
+        others = [row.rung for row in members if row.rung not in MEASURED]
+        rows += [[f"**{HEADINGS[group]}**", *[""] * 3]] if HEADINGS[group] and others else []
+        for name in others:
             memory, remark = predicted(name)
-            links = f"[{name}](src/{name}.py)", f"[{title}](docs/techniques/{name}.md)"
-            rows.append([*links, f"{memory:.2f}{remark}", accuracy(paths[name])])
-    table = common.markdown_table(["rung", "technique", "BLOOM-560m, GB", "MiniLM, accuracy, %"], rows)
-    return [table[0], "|---|---|---:|---:|", *table[2:]]
+            rows.append([*_links(name), f"{memory:.2f}{remark}", accuracy(paths[name])])
+    return _table(["rung", "technique", "predicted, GB", "accuracy, %"], rows, 2)
 
 
-def graph() -> list[str]:
-    """Return the README's graph: an arrow from each rung to the rungs that build on it."""
-    lines, left = ["```mermaid", "graph LR", f"  1[{RUNGS[0].stem.replace('_', ' ')}]"], [RUNGS[0]]
-    while left:
-        rung = left.pop(0)
-        above = [each for each in RUNGS if parent(each) == rung]
-        left = above + left
-        names = " & ".join(f"{number(each)}[{each.stem.replace('_', ' ')}]" for each in above)
-        lines += [f"  {number(rung)} --> {names}"] if above else []
-    return [*lines, "```"]
+def _links(rung: str) -> list[str]:
+    """Return a rung's script, and its page and notebook."""
+    page, notebook = f"docs/techniques/{rung}.md", f"notebooks/{rung}.ipynb"
+    return [f"[{rung}](src/{rung}.py)", f"[{row_of(rung).title}]({page}) · [notebook]({notebook})"]
+
+
+def _table(header: list[str], rows: list[list[str]], texts: int) -> list[str]:
+    """Return a table whose first columns are texts, and the others numbers."""
+    table = common.markdown_table(header, rows)
+    return [table[0], f"|{'---|' * texts}{'---:|' * (len(header) - texts)}", *table[2:]]
 
 
 def techniques() -> list[str]:
@@ -103,7 +125,7 @@ def navigation() -> str:
     return "\n".join(lines) + "\n"
 
 
-BLOCKS = {block.__name__: block for block in (ladder, graph, techniques)}
+BLOCKS = {block.__name__: block for block in (measured, ladder, techniques)}
 
 
 def fill_pages(check: bool = False) -> list[Path]:

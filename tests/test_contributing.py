@@ -71,8 +71,8 @@ def test_a_new_rung_is_trained_checked_planned_compared_and_listed(project):
     assert "garbage" not in compared
 
 
-OF_FLOAT8 = """src/22_float8.py src/plain/22_float8.py src/fabric_ladder/techniques/float8.py
-docs/techniques/22_float8.md tests/techniques/test_float8.py notebooks/22_float8.ipynb""".split()
+OF_FLOAT8 = """src/22_float8.py src/plain/22_float8.py src/fabric_ladder/techniques/float8.py notebooks/22_float8.ipynb
+docs/techniques/22_float8.md benchmarks/figures/techniques/22_float8.yaml tests/techniques/test_float8.py""".split()
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@
   }
 
   // Return the answer for each technique: the parts, the bounds and the CPU memory in bytes, and the verdict.
-  // The order is the planner's: all weights first, then the least cost and the highest speed, then the least memory.
+  // What fits comes first. Within it the order is the planner's: all weights first, then the least cost and the highest
+  // speed, then the least memory.
   function answer(question) {
     const model = FIT.models[question.model];
     const peaks = model.tasks[question.task][question.length];
@@ -49,13 +50,15 @@
       const row = { rung, title, parts, low, expected, high, verdict, place, host: host[number] };
       return [{ ...row, all: FIT.all_weights[number], command: command(question, rung, options) }];
     });
-    return rows.sort((one, other) => one.place - other.place || one.expected - other.expected);
+    const rank = ({ verdict }) => ({ fits: 0, close: 1 })[verdict] ?? 2;
+    return rows.sort((one, other) => rank(one) - rank(other) || one.place - other.place || one.expected - other.expected);
   }
 
   function command(question, rung, options) {
     const words = ["python", `src/${rung}.py`, "--model", FIT.models[question.model].name];
     if (question.task !== "text-classification") words.push("--task", question.task);
     if (question.task === "instruction-tuning") words.push("--dataset", "answers.jsonl");
+    if (question.task === "text-classification") words.push("--dataset", "texts.csv");
     if (question.task === "image-classification") words.push("--dataset", "photos/");
     else words.push("--max_length", question.length);
     const whole = rung.startsWith("17_"); // the effective batch is one micro-batch
@@ -64,22 +67,29 @@
     return options ? `${words.join(" ")} ${options}` : words.join(" ");
   }
 
-  // Return the question in the URL. Values that the data do not have are replaced.
+  // Return the question in the URL. Values that the data do not have are replaced, and `replaced` says which.
   function readQuestion() {
     const given = new URLSearchParams(location.hash.slice(1));
-    const choose = (value, values) => (values.includes(value) ? value : values[0]);
-    const model = choose(given.get("model") ?? "Qwen3 8B", Object.keys(FIT.models));
-    const task = choose(given.get("task") ?? "instruction-tuning", Object.keys(FIT.models[model].tasks));
-    const lengths = Object.keys(FIT.models[model].tasks[task]);
-    const length = choose(given.get("length") ?? "1024", lengths);
-    const batch = choose(Number(given.get("batch") ?? 1), FIT.sizes);
+    const replaced = [];
+    const choose = (name, values, usual) => {
+      const value = given.get(name) ?? String(usual);
+      const found = values.find((each) => String(each) === value) ?? values.find((each) => each === usual) ?? values[0];
+      if (given.has(name) && value !== String(found)) replaced.push(`${name} ${value} (shown: ${found})`);
+      return found;
+    };
+    const model = choose("model", Object.keys(FIT.models), "Qwen3 8B");
+    const task = choose("task", Object.keys(FIT.models[model].tasks), "instruction-tuning");
+    const length = choose("length", Object.keys(FIT.models[model].tasks[task]), "1024");
+    const batch = choose("batch", FIT.sizes, 1);
     const gpu = given.get("gpu") ?? "RTX 4090";
     const known = FIT.gpus.find(([name]) => name === gpu);
     const own = Number(gpu) > 0 ? Number(gpu) : 24;
     const [name, gigabytes, old, overhead] = known ?? [OWN, own, given.get("old") === "1" ? 1 : 0, 0];
     const memory = known ? gigabytes * GB : cardMemory(gigabytes);
     const host = Number(given.get("host")) > 0 ? Number(given.get("host")) : FIT.host_memory;
-    return { model, task, length, batch, gpu: name, gigabytes, memory, overhead, host, old, row: given.get("row") };
+    if (!known && !(Number(gpu) > 0)) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
+    const rest = { hide: given.get("hide") === "1", row: given.get("row"), replaced };
+    return { model, task, length, batch, gpu: name, gigabytes, memory, overhead, host, old, ...rest };
   }
 
   function writeQuestion(question) {
@@ -90,6 +100,7 @@
     });
     if (Number(question.host) !== FIT.host_memory) values.set("host", question.host);
     if (own && question.old) values.set("old", "1");
+    if (question.hide) values.set("hide", "1");
     if (question.row) values.set("row", question.row);
     history.replaceState(null, "", `#${values}`);
   }
@@ -132,6 +143,8 @@
       fields.push(field("Its memory in GB", size), field("Compute capability", select("old", years, question.old)));
     }
     fields.push(field("CPU memory in GB", number("host")));
+    const hide = [["", "shown"], ["1", "hidden"]];
+    fields.push(field("What does not fit is", select("hide", hide, question.hide ? "1" : "")));
     return element("form", { className: "fit-form" }, ...fields);
   }
 
@@ -156,12 +169,14 @@
     const made = element("fieldset", { className: "fit-rows" });
     made.append(element("legend", { textContent: "Choose a technique to see its command" }));
     for (const [number, row] of rows.entries()) {
+      if (question.hide && "no host".includes(row.verdict) && row !== question.chosen) continue;
       const radio = element("input", { type: "radio", name: "row", value: number, checked: row === question.chosen });
       const title = element("span", { className: "fit-title", textContent: `${row.rung.split("_")[0]} · ${row.title}` });
       const size = element("span", { className: "fit-size", textContent: `${gigabytes(row.expected)} GB` });
+      const cpu = element("span", { className: "fit-size fit-cpu", textContent: `CPU ${gigabytes(row.host)} GB` });
       const mark = row.best ? ", the planner's choice" : "";
       const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: VERDICTS[row.verdict] + mark });
-      made.append(element("label", { className: "fit-row" }, radio, title, size, verdict, bar(row, question, scale)));
+      made.append(element("label", { className: "fit-row" }, radio, title, size, cpu, verdict, bar(row, question, scale)));
     }
     return made;
   }
@@ -193,19 +208,26 @@
     return frame;
   }
 
+  // Return a button that copies a text, or selects an element where a browser refuses the clipboard to files.
+  function copyButton(label, text, shown) {
+    const made = element("button", { type: "button", textContent: label });
+    made.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(text());
+        made.textContent = "Copied";
+      } catch {
+        shown.textContent = text();
+        getSelection().selectAllChildren(shown);
+        made.textContent = "Selected";
+      }
+    });
+    return made;
+  }
+
   function commandBox(row) {
     const words = row.command.split(" ").flatMap((word) => [" ", element("span", { textContent: word })]);
     const code = element("code", {}, ...words.slice(1));
-    const copy = element("button", { type: "button", textContent: "Copy" });
-    copy.addEventListener("click", async () => {
-      try {
-        await navigator.clipboard.writeText(row.command);
-        copy.textContent = "Copied";
-      } catch {
-        getSelection().selectAllChildren(code); // some browsers refuse the clipboard to files
-        copy.textContent = "Selected";
-      }
-    });
+    const copy = copyButton("Copy the command", () => row.command, code);
     const text = `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${gigabytes(row.low)} to ${gigabytes(row.high)} GB and ${gigabytes(row.host)} GB of CPU memory, predicted:`;
     return element("div", { className: "fit-command" }, element("p", { textContent: text }), element("pre", {}, code), copy);
   }
@@ -231,17 +253,22 @@
       const best = rows.find((row) => row.all === all && row.verdict === "fits");
       if (best) best.best = true; // the planner's answer for all weights, and the one for adapters
     }
-    question.chosen = known ?? rows.find((row) => row.best) ?? rows.at(-1);
+    question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
     const made = FIT.models[question.model].made;
     const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
     const controls = form(question);
     const answers = bars(rows, question);
     const box = element("div", {}, commandBox(question.chosen));
-    const notes = question.old
-      ? [element("p", { textContent: "This GPU does not compute in bfloat16: techniques in bfloat16 are left out, and mixed precision takes float16." })]
-      : [];
+    const place = () => answers.querySelector("input:checked").closest("label").after(box);
+    place();
+    const notes = [
+      ...(question.replaced.length ? [`The address asks for what this page does not have: ${question.replaced.join(", ")}.`] : []),
+      ...(question.old ? ["This GPU does not compute in bfloat16: techniques in bfloat16 are left out, and mixed precision takes float16."] : []),
+    ].map((textContent) => element("p", { textContent }));
+    const link = element("span", { className: "fit-source" });
     page.replaceChildren(
-      controls, status, ...notes, legend(question), answers, box,
+      controls, status, ...notes, legend(question), answers,
+      element("p", {}, copyButton("Copy a link to this answer", () => location.href, link), " ", link),
       element("details", {}, element("summary", { textContent: "The figures as a table" }), table(rows)),
       element("p", { className: "fit-source", textContent: source }),
     );
@@ -258,6 +285,7 @@
       const row = rows[Number(target.value)];
       writeQuestion({ ...question, row: `${row.rung} ${row.title}` });
       box.replaceChildren(commandBox(row));
+      place();
     });
     if (focus) document.getElementById(focus)?.focus();
   }

@@ -51,7 +51,8 @@ def draw(name: str, folder: Path) -> None:
             "axes.spines.top": False, "axes.spines.right": False, "hatch.color": look["line"],
         }  # fmt: skip
         with rc_context(style):
-            figure = Figure(figsize=(WIDTH, height), dpi=DPI)
+            # GitHub shows the README 765 points wide, on many screens with two dots each
+            figure = Figure(figsize=(WIDTH, height), dpi=DPI * (1.5 if name.startswith("readme") else 1))
             title = function.__doc__.rstrip(".")
             figure.text(0.1 / WIDTH, 1 - 0.08 / height, title, va="top", fontsize=11.5, fontweight="bold")
             function(figure, look)
@@ -82,36 +83,38 @@ def lengths() -> list[int]:
 # Pictures
 
 
-@picture("readme", 3.3)
-def qwen(figure: Figure, look: Look) -> None:
-    """Train all weights of Qwen3-8B."""
-    small = "--batch_size 1 --activation_checkpointing true"
-    rungs = {
-        "32-bit weights, Adam": ("1_batch_size_1", ""),
-        "bfloat16, Kahan sum": ("16_bf16_that_learns", "--batch_size 1"),
-        "+ checkpointing, 8-bit Adam": ("18_low_bit_optimizer", small),
-        "+ step in backward": ("17_step_in_backward", f"{small} --optimizer adam-8bit"),
-        "+ optimizer offload": ("17_step_in_backward", f"{small} --optimizer_offload true"),
-    }
-    source = "predicted · peak on the GPU, one text of 1,024 tokens"
-    [axes] = panels(figure, look, source, left=2.1, legend=PARTS)
-    bars(axes, look, {name: predicted("qwen3-8b", *rung) for name, rung in rungs.items()}, "{:.0f} GB")
-    axes.axvline(24, color=look["ink"], linewidth=1.3, linestyle="--")
-    axes.text(24, -0.55, " 24 GB card", va="bottom", fontsize=9.5)
-    axes.set(xlim=(0, 150), xlabel="GB")
+@picture("readme", 3.6)
+def measured_peaks(figure: Figure, look: Look) -> None:
+    """BLOOM-560m on one H100: the peak of memory, technique by technique."""
+    names = {
+        "2_grad_accum": "2 gradient accumulation", "4_mixed_precision": "4 mixed precision",
+        "16_bf16_that_learns": "16 bfloat16, Kahan sum", "18_low_bit_optimizer": "18 Adam in 8 bits",
+        "5_low_precision": "5 bfloat16", "7_grad_checkpointing": "7 checkpointing",
+        "13_lora --lora_targets attention": "13 LoRA", "14_qlora --lora_targets attention": "14 QLoRA, 4 bits",
+    }  # fmt: skip
+    measured = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["entries"]
+    found = [measured[f"memory: bloom-560m, {rung}"]["figures"] for rung in names]
+    source = "measured · one text of 1,024 tokens at a time, effective batch 16"
+    [axes] = panels(figure, look, source, left=2.0)
+    rows = {name: {"weights": each["peak_memory_bytes"] / GB} for name, each in zip(names.values(), found, strict=True)}
+    bars(axes, look, rows, "{:.2f} GB")
+    predictions = [each["predicted_peak_bytes"] / GB for each in found]
+    axes.plot(predictions, range(len(found)), "|", color=look["ink"], markersize=17, label="predicted before the run")
+    axes.legend(frameon=False, loc="lower right")
+    axes.set(xlim=(0, 12.5), xlabel="GB")
 
 
 @picture("readme_losses", 2.9)
 def losses(figure: Figure, look: Look) -> None:
     """Sixteen samples per step learn with less noise."""
-    source = "measured · the quickstart on a CPU, mean loss since the last line, five seeds"
+    source = "measured · the quickstart on a CPU, mean loss since the last line; mean and range of five seeds"
     [axes] = panels(figure, look, source, left=0.7)
     runs = {"1_batch_size_1": ("1 sample per step", "weights"), "2_grad_accum": ("16 samples per step", "exponent")}
     for rung, (label, colour) in runs.items():
-        for number, path in enumerate(sorted((RESULTS / "runs" / "quickstart" / rung).rglob("metrics.csv"))):
-            points = pd.read_csv(path).dropna(subset="loss")
-            axes.plot(points["samples"], points["loss"], "o-", color=look[colour], label="" if number else label,
-                      linewidth=1, markersize=3)  # fmt: skip
+        logs = [pd.read_csv(path) for path in (RESULTS / "runs" / "quickstart" / rung).rglob("metrics.csv")]
+        seeds = pd.concat([log.dropna(subset="loss").set_index("samples")["loss"] for log in logs], axis=1)
+        axes.plot(seeds.index, seeds.mean(axis=1), "o-", color=look[colour], label=label, linewidth=1.5, markersize=3)
+        axes.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color=look[colour], alpha=0.2, linewidth=0)
     axes.legend(frameon=False)
     axes.grid(axis="y")
     axes.set(xlabel="samples seen", ylabel="training loss", ylim=(0, None))
@@ -633,6 +636,18 @@ def cuda_graphs(figure: Figure, look: Look) -> None:
     tasks += [("Python, graph", 2.7, 1.3, "line", "replay")]
     tasks += [("GPU, graph", 4.1 + 0.4 * kernel, 0.4, "gradients", f"{kernel + 1}") for kernel in range(7)]
     lanes(axes, look, ["Python", "GPU", "Python, graph", "GPU, graph"], tasks)
+
+
+@picture("28_memory_budget", 3.4)
+def memory_budget(figure: Figure, look: Look) -> None:
+    """Only the blocks that have no room are recomputed."""
+    source = "predicted · BLOOM-560m, bfloat16, 16 × 1,024 tokens, 24 blocks"
+    axes = panels(figure, look, source, 3, legend=PARTS)
+    for each, blocks in zip(axes, (0, 12, 24), strict=True):
+        over_time(each, look, record(16, checkpointing="all", blocks=blocks), PARTS, f"{blocks} recomputed")
+        each.axhline(12, color=look["ink"], linewidth=1.3, linestyle="--")
+    axes[2].text(0.97, 12.3, "budget", ha="right", fontsize=9.5)
+    axes[0].set_ylabel("GB")
 
 
 @picture("micro_batches", 3.2)

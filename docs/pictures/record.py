@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
 @cache
 def record(
     rows: int = 1, tokens: int = 1024, micro_batches: int = 1, dtype: torch.dtype = torch.bfloat16, fused: bool = True,
-    checkpointing: str = "", offload: bool = False, in_backward: bool = False,
+    checkpointing: str = "", blocks: int = 24, offload: bool = False, in_backward: bool = False,
 ) -> Step:  # fmt: skip
     """Record a training step of BLOOM-560m with Adam, whose state exists already.
 
@@ -89,12 +89,13 @@ def record(
         dtype: Type of weights, gradients and optimizer state.
         fused: Whether attention works without a matrix of tokens x tokens.
         checkpointing: Which blocks' activations are recomputed: none, "all" or the "cheap" ones.
+        blocks: How many of the first blocks that applies to.
         offload: Whether saved activations wait in CPU memory.
         in_backward: Whether the backward pass steps each weight and frees its gradient.
     """
     recorder = Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        model = bloom(dtype, fused, checkpointing)
+        model = bloom(dtype, fused, checkpointing, blocks)
         optimizers = {weight: torch.optim.Adam([weight], fused=True) for weight in model.parameters()}
         for weight, optimizer in optimizers.items():
             recorder.hold(weight.detach(), "weights")
@@ -129,8 +130,8 @@ def record(
     return Step(recorder.samples, phases, kept)
 
 
-def bloom(dtype: torch.dtype, fused: bool, checkpointing: str) -> torch.nn.Module:
-    """Return a classifier with the shape of BLOOM-560m; checkpointing as in src/plain/7 and 21."""
+def bloom(dtype: torch.dtype, fused: bool, checkpointing: str, blocks: int = 24) -> torch.nn.Module:
+    """Return a classifier with the shape of BLOOM-560m; checkpointing as in src/plain/7, 21 and 28."""
     config = BloomConfig(vocab_size=250_880, hidden_size=1024, n_layer=24, n_head=16, use_cache=False, pad_token_id=3)
     model = BloomForSequenceClassification._from_config(config, dtype=dtype)
     if fused:
@@ -142,7 +143,7 @@ def bloom(dtype: torch.dtype, fused: bool, checkpointing: str) -> torch.nn.Modul
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     options = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if checkpointing == "cheap" else {}
-    for block in model.transformer.h if checkpointing else []:
+    for block in model.transformer.h[:blocks] if checkpointing else []:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return model
 

@@ -668,14 +668,6 @@ class Settings(DataSettings):
     log_every: int | None = logging_setting(
         None, "Samples between two printed losses. Default: a tenth of an epoch, at most 4800.", at_least=1
     )
-    price_per_hour: float | None = logging_setting(
-        None,
-        "Price of an hour on this machine. The first lines then give the cost next to the expected time, if the speed "
-        "is known.",
-        role=SURROUNDINGS,
-        changes_figures=False,
-        above=0,
-    )
     logger: str = logging_setting(
         "csv",
         "Where to write figures during the run: `csv` (metrics.csv, always written), `tensorboard`, `trackio`, "

@@ -116,6 +116,7 @@ def test_all_pairs_of_rungs_on_one_config_are_compared(monkeypatch):
     ],
 )
 def test_a_rungs_defaults_are_its_technique_but_the_users_settings_are_differences(first, second, phrases, monkeypatch):
+    monkeypatch.setattr(cli, "check_start", lambda settings: [])
     monkeypatch.setattr(cli, "check", lambda settings: None)
     runs = [logged(settings_of(rung, "quickstart.yaml", *options)) for rung, *options in (first, second)]
     assert find_differences(make_rows(runs), OWN) == phrases

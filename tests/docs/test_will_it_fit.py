@@ -148,9 +148,23 @@ def test_the_page_replaces_unknown_values_of_the_address(tmp_path):
     document, rows = ask({"model": "None", "length": "7", "batch": "3", "gpu": "-1"}, tmp_path)
     assert len(rows) == len(DATA["rows"])
     assert "Its memory in GB" in document
+    shown = "model None (shown: Qwen3 8B), length 7 (shown: 1024), batch 3 (shown: 1), gpu -1 (shown: another GPU)"
+    assert f"The address asks for what this page does not have: {shown}." in document
     assert re.findall(r'<label for="([\w-]+)"', document) == re.findall(
         r'<(?:select|input)[^>]* id="([\w-]+)"', document
     )
+
+
+@in_a_browser
+def test_what_fits_comes_first_and_what_does_not_can_be_hidden(tmp_path):
+    document, rows = ask({"gpu": "RTX 4090", "hide": "1"}, tmp_path)
+    verdicts = [row["verdict"] for row in rows]
+    assert verdicts == sorted(verdicts, key=lambda verdict: {"fits": 0, "may fit": 1}.get(verdict, 2))
+    shown = re.findall(r'<span class="fit-verdict[^"]*">. ([^<,]*)', document)
+    assert shown == [verdict for verdict in verdicts if verdict in ("fits", "may fit")]
+    chosen = next(row for row in rows if row["best"])
+    assert document.index("<pre>") < document.index('type="radio"', document.index('type="radio"') + 1), "in its row"
+    assert "--dataset answers.jsonl" in chosen["command"]
 
 
 def test_the_data_hold_what_the_page_promises():

@@ -15,7 +15,6 @@ from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
-PACKED = {"packing": True, "max_length": 256, "micro_batch_size": 2}
 COMBINATIONS = [  # settings that no rung combines
     ("vit", {"precision": "bf16-true", "optimizer": "adafactor"}),
     ("vit", {"attention": "eager", "micro_batch_size": 1, "optimizer": "sgd"}),
@@ -23,7 +22,7 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
-    ("bloom-lm", PACKED),
+    ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2}),
     ("bloom", {"train_blocks": "none", "precision": "bf16-mixed"}),
     ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
     ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),

@@ -103,6 +103,7 @@ CUT = {
     "17_step_in_backward": "4 = 1 x 4",
 }
 NOTICE = {"22_float8": "--float8 on a CPU: ", "27_cuda_graphs": "--cuda_graphs on cpu: "}
+NOTICE["28_memory_budget"] = "Memory budget: auto is that of a GPU, so no block is recomputed"
 NOTICE |= dict.fromkeys(SHARED, r"Running on one device\. ")
 
 
@@ -331,6 +332,7 @@ def test_exact_techniques_change_no_bit(runs, folder):
     """The techniques are recomputation, weights made on the device, streaming, and sharding on one device."""
     for name, same in (
         ("7_grad_checkpointing", "5_low_precision"),
+        ("28_memory_budget", "5_low_precision"),
         ("8_init_on_device", "5_low_precision"),
         ("24_streamed_layers", "13_lora"),
         ("11_fsdp_cpu_offload", "10_fsdp"),

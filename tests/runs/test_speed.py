@@ -23,12 +23,12 @@ def test_a_run_gives_the_expected_time_of_the_next_one_like_it(tmp_path, capsys)
     first, _ = run_training(tmp_path)
     assert "Expected" not in capsys.readouterr().out
     rate = json.loads((first.folder / "run.json").read_text())["results"]["samples_per_second"]
-    run_training(tmp_path, datasets=token_datasets(train=80), epochs=2, learning_rate=1e-3, price_per_hour=36000)
+    run_training(tmp_path, datasets=token_datasets(train=80), epochs=2, learning_rate=1e-3)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Expected: ")]
-    time = f"{160 / rate / 60:.1f} min of training on 160 samples, {1600 / rate:.2f} at 36000 per hour"
+    time = f"{160 / rate / 60:.1f} min of training on 160 samples"
     assert line == f"Expected: {time}; {rate:.1f} samples/s in {first.folder}"
-    run_training(tmp_path, max_length=77, price_per_hour=2)
-    assert f"Expected: unknown: no finished run like this one in {tmp_path / 'runs'}" in capsys.readouterr().out
+    run_training(tmp_path, max_length=77)
+    assert "Expected: " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,8 @@ def test_a_measured_speed_is_for_its_model_rung_length_and_gpu():
     assert found == (rate, "measured with BLOOM-560m on NVIDIA H100 80GB HBM3 (benchmarks/results/gpu.json)")
     hours = 72_000 / rate / 3600
     assert expected_time(BLOOM, found, None).startswith(f"{hours * 60:.1f} min of training on 72,000 samples; {rate}")
-    priced = replace(BLOOM, price_per_hour=0.35, epochs=20)
-    assert f"{hours * 10:.1f} h of training on 720,000 samples, {hours * 3.5:.2f} at" in expected_time(
-        priced, found, None
-    )
+    longer = expected_time(replace(BLOOM, epochs=20), found, None)
+    assert longer.startswith(f"{hours * 10:.1f} h of training on 720,000 samples; ")
     assert " on 20 samples" in expected_time(replace(BLOOM, epochs=1), found, 20)
     assert " on 1,000 samples" in expected_time(replace(BLOOM, train_samples=None), found, None)
     for other in ({"model": "bigscience/bloom-1b1"}, {"max_length": 512}, {"compile": True}, {"name": "9_ddp"}):

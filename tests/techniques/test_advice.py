@@ -60,6 +60,8 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
          r"src/24_streamed_layers\.py --quantization nf4, which"),
         ("21_selective_checkpointing", CHECKPOINTED | {"selective_checkpointing": True, "max_length": 1024},
          r"try: python src/21_selective_checkpointing\.py --selective_checkpointing false, which"),
+        ("28_memory_budget", CHECKPOINTED | {"memory_budget": "1GB"}, r"\.py --memory_budget null, which recompu"),
+        ("28_memory_budget", CHECKPOINTED | {"max_length": 1024}, r"try: python src/6_lean_optimizer\.py"),
         ("26_stateless", {"optimizer": "sinkgd", "precision": "bf16-true", "batch_size": 1},
          r"src/26_stateless\.py --step_in_backward true --micro_batch_tokens null, which keeps no gradients either"),
         ("26_stateless", {"optimizer": "sinkgd", "precision": "bf16-true", "block_steps": 5}, r"src/13_lora\.py"),

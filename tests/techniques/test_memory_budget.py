@@ -2,10 +2,13 @@
 
 import json
 import re
+import runpy
 from operator import attrgetter
 
 import pytest
-from support.helpers import MODELS, SMALL, SRC, finished, run_script
+import torch
+from lightning import Fabric
+from support.helpers import MODELS, SMALL, SRC, VOCABULARY, finished, run_script, tiny_model
 from support.planning import case, measured_peak
 
 from fabric_ladder.planning.predict import keep_most, predict_peak
@@ -100,12 +103,33 @@ def test_a_program_asks_for_the_memory_of_a_run_within_a_budget(deep):
     assert least < expected(memory_budget=f"{budget / 1e9:.9f}GB") <= budget
 
 
-def test_auto_recomputes_nothing_on_a_cpu_and_says_so(run):
-    output, _ = run("--memory_budget", "auto", "--predict_memory", "false")
-    assert "Memory budget: auto is that of a GPU, so no block is recomputed" in output
-
-
 def test_a_size_that_is_none_is_refused(tmp_path):
     process = run_script(RUNG, "--memory_budget", "half", cwd=tmp_path)
     assert process.returncode == 2
     assert "--memory_budget half: give a size such as 16GB or 15.9GiB" in process.stderr
+
+
+def test_a_trial_of_the_plain_script_changes_nothing_and_counts_gradients_and_adams_state(monkeypatch):
+    """The allocator of a GPU is replaced: its peak is a number, and at last there is no memory."""
+    has_room = runpy.run_path(str(SRC / "plain" / "28_memory_budget.py"))["has_room"]
+    model, made = tiny_model(), []
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    review = {"input_ids": torch.randint(2, VOCABULARY, (1, 12)), "labels": torch.tensor([1])}
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda like: made.append(like.nbytes) or empty_like(like))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.clear)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    for budget, room in ((float("inf"), True), (100, True), (99, False)):
+        has_room.__globals__["BUDGET"] = budget
+        assert has_room(fabric, fabric.setup(model), review) is room
+        assert sum(made) == 2 * sum(weight.nbytes for weight in model.parameters())
+
+    def exhausted(*_):
+        assert all(weight.grad is not None for weight in model.score.parameters())
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", exhausted)
+    assert not has_room(fabric, fabric.setup(model), review)
+    assert all(weight.grad is None for weight in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -111,7 +111,7 @@ def _speed(plan: Plan) -> str:
 
 
 def _time(plan: Plan, answer: Answer) -> list[str]:
-    """Return a line with the time and the price of the training, by the speed of an earlier run or a measured one."""
+    """Return a line with the time of the training, by the speed of an earlier run or a measured one."""
     settings = plan.candidate.settings
     cuts = [cut(settings, plan.micro_batch)]
     if plan.micro_batch:  # as large as fits, like `auto`

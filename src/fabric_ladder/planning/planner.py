@@ -223,10 +223,11 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
 
     room = machine.gpu.memory
     sizes = candidate.micro_batches
-    size = sizes[0]
-    if most(size) <= room:  # most candidates fit with all samples, or with none
-        whole = most(sizes[-1]) <= room
-        size = sizes[-1 if whole else bisect(sizes, room, 1, len(sizes) - 1, key=most) - 1]
+    size = sizes[-1]  # a single pass can need less than several: it adds no gradients to earlier ones
+    if most(size) > room:
+        size = sizes[0]
+        if most(size) <= room:
+            size = sizes[bisect(sizes, room, 1, len(sizes) - 1, key=most) - 1]
     host = host_bytes(candidate.rung, settings, rehearsal.counts, peaks[size])
     needed = overhead.needed(peaks[size])
     low, high = overhead.bounds(peaks[size])

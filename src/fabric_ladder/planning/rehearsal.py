@@ -333,7 +333,13 @@ class FakeTensors(FakeTensorMode):
         # the memo keeps a weak reference to each tensor, and Module.to cannot convert referenced tensors
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping the compiler takes time in each operation
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.prim.device.default:  # autograd asks each tensor several times
+            return args[0].device
         if operation is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             factors = [factor.bfloat16() for factor in args[:2]]  # its fake takes no other type
             return operation(*factors, *args[2:], **(kwargs or {})).to(args[0].dtype)

@@ -144,17 +144,24 @@ class PeakTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._plain_resize
         super().__exit__(*error)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `FakeTensors`
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.prim.device.default:
+            return args[0].device
         if DTensor in types:
             return NotImplemented  # DTensor calls the operation again on local tensors
-        result = operation(*args, **(kwargs or {}))
-        part = None
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and self._counts(tensor):
-                if part is None:
-                    part = self._part(operation, args)
-                    self._made = operation.name(), tuple(tensor.shape)
-                self._count(tensor, part)
+        with torch._C.DisableTorchFunction():  # in a backward pass `CudaKernels` would handle each attribute
+            result = operation(*args, **(kwargs or {}))
+            part = None
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and self._counts(tensor):
+                    if part is None:
+                        part = self._part(operation, args)
+                        self._made = operation.name(), tuple(tensor.shape)
+                    self._count(tensor, part)
         return result
 
     def _note(self) -> None:

@@ -67,20 +67,17 @@ def find_speed(settings: Settings, ranks: int, is_same: Callable[[dict], bool]) 
 
 
 def expected_time(settings: Settings, speed: Speed | None, samples: int | None) -> str | None:
-    """Return the time of the training, and its cost with `price_per_hour`; None: there is no speed and no price.
+    """Return the time of the training; None: there is no speed.
 
     Args:
         settings: Of the run.
         speed: From `find_speed`.
         samples: Training samples of an epoch; None: unknown, so `train_samples` or 1,000 count.
     """
-    price = settings.price_per_hour
     if speed is None:
-        return None if price is None else f"unknown: no finished run like this one in {settings.runs_dir}"
+        return None
     samples = samples or settings.train_samples
     count = samples * settings.epochs if samples else 1000
     hours = count / speed.samples_per_second / 3600
     time = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
-    paid = hours * (price or 0)
-    cost = "" if price is None else f", {paid:{'.2f' if paid >= 0.1 else '.2g'}} at {price:g} per hour"
-    return f"{time} of training on {count:,} samples{cost}; {speed.samples_per_second:.1f} samples/s {speed.source}"
+    return f"{time} of training on {count:,} samples; {speed.samples_per_second:.1f} samples/s {speed.source}"
