@@ -49,6 +49,8 @@ def unpacked(archive, tmp_path_factory):
                 path = home / entry.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(tar.extractfile(entry).read())
+                if sum(left.values()) == 240:
+                    break
     assert sum(left.values()) == 240
     (home / "aclImdb/README").write_text("read me", encoding="utf-8")
     (home / "aclImdb/train/unsup").mkdir()

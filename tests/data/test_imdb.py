@@ -156,6 +156,7 @@ OFFLINE |= {"no_proxy": "", "NO_PROXY": ""}
 BATCH = ["attention_mask (12, 64) torch.int64", "input_ids (12, 64) torch.int64", "label (12,) torch.int64"]
 
 
+@pytest.mark.slow
 def test_the_blogs_script_runs_with_the_module_alone(tmp_path):
     """`fabric_ladder` cannot be imported. The script uses 240 reviews. A first download fails with a one-line error."""
     for path in (ROOT / "local_dataset_utilities.py", ROOT / "tests" / "support" / "blog_script.py"):

@@ -44,6 +44,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_a_script_of_the_posts_shape_reads_the_part_of_cifar_10(tmp_path):
     data = real_file("cifar10_subset.tar.gz", "images of CIFAR-10").resolve().parent
     (tmp_path / "script.py").write_text(SCRIPT)

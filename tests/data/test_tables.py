@@ -144,9 +144,9 @@ def test_validation_and_test_files_stay_whole(tmp_path, load):
 
 def test_larger_samples_contain_smaller_ones(tmp_path, load):
     """The tokenizer is fixed, because a trained one depends on the training texts."""
-    path = write_table(table(400), tmp_path / "texts.csv")
+    path = write_table(table(120), tmp_path / "texts.csv")
     load(path).tokenizer.save_pretrained(tmp_path / "tokenizer")
-    sizes = [(20, 5, 10), (100, 20, 40), (None, None, None)]
+    sizes = [(10, 3, 5), (30, 6, 12), (None, None, None)]
     names = ("train_samples", "validation_samples", "test_samples")
     got = [
         load(path, tokenizer=str(tmp_path / "tokenizer"), **dict(zip(names, counts, strict=True))) for counts in sizes

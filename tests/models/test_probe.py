@@ -47,7 +47,7 @@ def longrope():
         (BertConfig(is_decoder=True), False),
         (Gemma3TextConfig(use_bidirectional_attention=True, **GEMMA), True),
         (Gemma3TextConfig(**GEMMA), False),
-        (MambaConfig(hidden_size=64, num_hidden_layers=2), False),
+        pytest.param(MambaConfig(hidden_size=64, num_hidden_layers=2), False, marks=pytest.mark.slow),
     ],
 )
 def test_a_language_model_that_sees_later_tokens_is_refused(tmp_path, config, sees_later):

@@ -1,6 +1,7 @@
 """Scripts as real processes; tiny models, tokens and settings for runs in the tests' process."""
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -69,6 +70,13 @@ class Tokenizer:
 
 def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False, seed=0):
     """Return samples of random tokens with very different lengths, as `load_datasets` does."""
+    splits = DatasetDict(_token_splits(train, validation, test, classes, per_token, seed))
+    names = [] if per_token else [str(index) for index in range(classes)]
+    return TextDatasets(splits, names, Tokenizer(), "test")
+
+
+@functools.lru_cache(maxsize=16)
+def _token_splits(train, validation, test, classes, per_token, seed):
     rng = np.random.default_rng(seed)
 
     def split(size):
@@ -83,9 +91,7 @@ def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False,
             columns["labels"] = [int(sum(row) % classes) for row in ids]
         return Dataset.from_dict(columns)
 
-    splits = DatasetDict({"train": split(train), "validation": split(validation), "test": split(test)})
-    names = [] if per_token else [str(index) for index in range(classes)]
-    return TextDatasets(splits, names, Tokenizer(), "test")
+    return {"train": split(train), "validation": split(validation), "test": split(test)}
 
 
 def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):

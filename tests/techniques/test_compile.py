@@ -16,12 +16,10 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.compile import CompileClock, compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
-CUTS = {  # graphs: training's for one row, for several rows, and evaluation's; recomputation splits training's
-    "in fours": ("bert", {"micro_batch_size": 4}, 2),
-    "in fives, which leaves one": ("llama", {"micro_batch_size": 5}, 3),
-    "recomputed": ("llama", {"micro_batch_size": 4, "activation_checkpointing": True}, 3),
-    "instructions": ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3),
-}
+# graphs: training's for one row, for several rows, and evaluation's; recomputation splits training's
+IN_FOURS = ("bert", {"micro_batch_size": 4}, 2)
+IN_FIVES_WHICH_LEAVES_ONE = ("llama", {"micro_batch_size": 5, "activation_checkpointing": True}, 4)
+INSTRUCTIONS = ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3)
 
 
 def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
@@ -50,10 +48,16 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     return graphs, losses(run)
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        pytest.param(*IN_FOURS, marks=pytest.mark.slow),
+        IN_FIVES_WHICH_LEAVES_ONE,
+        pytest.param(*INSTRUCTIONS, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, kind, values, expected):
     """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
-    kind, values, expected = CUTS[name]
     graphs, found = compiled_run(tmp_path, monkeypatch, kind, **values)
     assert graphs == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
     _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)

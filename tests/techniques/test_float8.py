@@ -108,7 +108,11 @@ def test_weights_and_their_names_stay(tmp_path):
     ("family", "ways"),
     [
         ("bloom", {}),
-        ("vit", {"lora": True, "lora_dropout": 0.0, "activation_checkpointing": True}),
+        pytest.param(
+            "vit",
+            {"lora": True, "lora_dropout": 0.0, "activation_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, ways):

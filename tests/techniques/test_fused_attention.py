@@ -73,10 +73,13 @@ def squares(made, tokens):
     return [shape for shape in made.shapes if shape.numel() and shape.numel() % tokens**2 == 0]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize(
-    ("width", "length", "seeds"),
-    [(16, 48, 4), (24, 384, 2)],
+    ("width", "length", "seeds", "precision"),
+    [
+        *((16, 48, 4, precision) for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true")),
+        *((24, 384, 2, precision) for precision in ("32-true", "bf16-mixed", "bf16-true")),
+        pytest.param(24, 384, 2, "16-true", marks=pytest.mark.slow),
+    ],
 )
 def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
     """One width has a power of two as its scale, the other does not. Errors are means over some batches."""

@@ -107,7 +107,13 @@ def test_only_adapters_and_head_change(tmp_path, kind, task, heads):
     assert changed == trained
 
 
-@pytest.mark.parametrize(("way", "kind"), [(way, ("bloom", "llama")[number % 2]) for number, way in enumerate(WAYS)])
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        pytest.param(way, ("bloom", "llama")[number % 2], marks=[pytest.mark.slow] * (way == "compiled"))
+        for number, way in enumerate(WAYS)
+    ],
+)
 def test_every_adapter_learns_in_every_way(tmp_path, monkeypatch, way, kind):
     """After one step every lora_B is finite and not zero. Reentrant checkpointing would train nothing."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))

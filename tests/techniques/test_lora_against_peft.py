@@ -20,7 +20,7 @@ CONFIGS = {
 LANGUAGE = {"task": "instruction-tuning", "loss_chunk": 16}
 
 
-def settings_of(tmp_path, kind="llama", **values):
+def settings_of(tmp_path, kind, **values):
     path = tmp_path / f"{kind}.json"
     path.write_text(json.dumps(CONFIGS[kind]))
     chosen = {"model": str(path), "from_scratch": True, "lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -34,10 +34,10 @@ def made(settings):
     return build_model(settings, token_datasets(per_token=True))
 
 
-def by_peft(tmp_path, kind="llama", **options):
+def by_peft(tmp_path, kind):
     """Return the same model with PEFT's adapters."""
     model = made(settings_of(tmp_path, kind, lora=False))
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, fan_in_fan_out=kind == "gpt2", **options)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, fan_in_fan_out=kind == "gpt2")
     return get_peft_model(model, config)
 
 

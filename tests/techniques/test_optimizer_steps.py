@@ -20,16 +20,16 @@ OPTIMIZERS = ["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-
 BF16 = {"precision": "bf16-true", "learning_rate": 1e-3, "epochs": 2}
 
 
-def fit(tmp_path, dtype, optimizer="adam", steps=300, rate=5e-5, **values):
+def fit(tmp_path, dtype, optimizer, rate, **values):
     """Return a perceptron's mean squared error after some small steps, divided by its first error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 1))
-    inputs = torch.randn(128, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    inputs = torch.randn(64, 64)
     targets = torch.sin(inputs[:, :8]).sum(1, keepdim=True) / 2
     model, inputs, targets = model.to(dtype), inputs.to(dtype), targets.to(dtype)
     settings = settings_for(tmp_path, learning_rate=rate, optimizer=optimizer, **values)
     optimizer, errors = build_optimizer(settings, model), []
-    for _ in range(steps):
+    for _ in range(100):
         loss = ((model(inputs) - targets) ** 2).float().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -38,7 +38,7 @@ def fit(tmp_path, dtype, optimizer="adam", steps=300, rate=5e-5, **values):
     return errors[-1] / errors[0]
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 5e-5), ("adamw", 5e-5), ("sgd", 2e-3), ("adam-8bit", 5e-5)])
+@pytest.mark.parametrize(("optimizer", "rate"), [("adam", 1e-4), ("adamw", 1e-4), ("sgd", 2e-3), ("adam-8bit", 1e-4)])
 def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rate):
     whole = fit(tmp_path, torch.float32, optimizer.removesuffix("-8bit"), rate=rate)
     rounded = fit(tmp_path, torch.bfloat16, optimizer, rate=rate)
@@ -102,31 +102,26 @@ def test_8_bit_adam_steps_like_bitsandbytes_without_waiting(tmp_path, monkeypatc
     assert all(map(torch.equal, *found))
 
 
-IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 3}
+IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 6}
 BOTH = {"step_in_backward": True, "optimizer_offload": True}
+CLIPPED = {"optimizer_offload": True, "max_grad_norm": 0.1}  # steps wait until all gradients exist
 PLACES = [(place, optimizer) for place in (IN_BACKWARD, OFFLOADED) for optimizer in OPTIMIZERS]
 
 
 @pytest.mark.parametrize(
     ("place", "optimizer", "kahan"),
-    [*((*case, False) for case in PLACES), (BOTH, "adam", True), (BOTH, "sinkgd", True)],
+    [*((*case, False) for case in PLACES), (BOTH, "adam", True), (BOTH, "sinkgd", True), (CLIPPED, "adam", False)],
 )
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
     monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits
-    cut = {name: value for name, value in place.items() if name == "micro_batch_size"}
-    values = BF16 | cut | {"kahan_summation": kahan, "optimizer": optimizer, "schedule": "cosine"}
+    same = {name: value for name, value in place.items() if name in ("micro_batch_size", "max_grad_norm")}
+    values = BF16 | same | {"kahan_summation": kahan, "optimizer": optimizer, "schedule": "cosine"}
     expected, model = run_training(tmp_path / "plain", tiny_model(dropout=0.1), **values)
     run, other = run_training(tmp_path / "other", tiny_model(dropout=0.1), **values | place)
     assert losses(run) == losses(expected)
     assert len(set(losses(run))) > 1
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert one.equal(two)
-
-
-def test_offload_steps_after_the_backward_pass_where_all_gradients_are_needed(tmp_path):
-    expected, _ = run_training(tmp_path / "plain", **BF16, max_grad_norm=0.1)
-    run, _ = run_training(tmp_path / "other", **BF16, max_grad_norm=0.1, optimizer_offload=True)
-    assert losses(run) == losses(expected)
 
 
 def steps_of_one_batch(tmp_path, **values):

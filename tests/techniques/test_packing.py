@@ -7,9 +7,19 @@ import re
 
 import pytest
 import torch
-from support.helpers import MODELS, SRC, finished, relative_error, run_script, settings_for, token_datasets
+from support.helpers import (
+    MODELS,
+    SRC,
+    finished,
+    relative_error,
+    run_script,
+    settings_for,
+    tiny_model,
+    token_datasets,
+)
 from support.made import Made
 from support.packing_twin import TOLERANCE, packing_error
+from support.training import run_training
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, BertConfig, BloomConfig, GPT2Config, ModernBertConfig, RobertaConfig
@@ -195,16 +205,18 @@ def squares(model, task, length=1_000):
 @pytest.mark.parametrize(("kind", "task"), CASES)
 def test_no_matrix_of_tokens_by_tokens_is_made(kind, task):
     with torch.device("meta"):
-        model, transformers_own = make(kind, task), make("llama", INSTRUCTIONS, packing=False)
+        model = make(kind, task)
     assert not squares(model, task)
-    assert squares(transformers_own, INSTRUCTIONS)
 
 
-def figures(tmp_path, name, *options):
+def test_transformers_own_attention_makes_such_a_matrix():
+    with torch.device("meta"):
+        model = make("llama", INSTRUCTIONS, packing=False)
+    assert squares(model, INSTRUCTIONS)
+
+
+def figures(folder):
     """Return the losses and accuracies of a run, in order, and its results."""
-    sizes = ["--train_samples", 64, "--validation_samples", 40, "--test_samples", 40, "--log_every", 16]
-    finished(run_script(SRC / f"{name}.py", *sizes, "--precision", "32-true", *options, cwd=tmp_path))
-    folder = max((tmp_path / "runs" / name).iterdir(), key=lambda path: int(path.name))
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     values = ["loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_loss", "test_accuracy"]
@@ -212,26 +224,48 @@ def figures(tmp_path, name, *options):
     return [float(row[value]) for row in rows for value in values if row[value]], results
 
 
+def assert_same_figures(packed, unpacked):
+    """Assert that training and evaluations print the same; return the results of the packed run."""
+    (got, after), (expected, before) = figures(packed), figures(unpacked)
+    assert len(expected) == 4 + 3 + 2
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert before["samples_hash"] == after["samples_hash"]
+    return after
+
+
+def test_packing_changes_no_printed_figure(tmp_path):
+    data, model = token_datasets(train=64), tiny_model()
+    unpacked, _ = run_training(tmp_path, tiny_model(), data)
+    fuse_attention(model)
+    support_packing(model, 64)
+    packed, _ = run_training(tmp_path, model, data, packing=True, max_length=64, micro_batch_size=2)
+    assert_same_figures(packed.folder, unpacked.folder)
+
+
+def run_rung(tmp_path, name, *options):
+    """Run a script of the ladder; return the folder of its run."""
+    sizes = ["--train_samples", 64, "--validation_samples", 40, "--test_samples", 40, "--log_every", 16]
+    finished(run_script(SRC / f"{name}.py", *sizes, "--precision", "32-true", *options, cwd=tmp_path))
+    return max((tmp_path / "runs" / name).iterdir(), key=lambda path: int(path.name))
+
+
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    return figures(tmp_path_factory.mktemp("unpacked"), "2_grad_accum")
+    return run_rung(tmp_path_factory.mktemp("unpacked"), "2_grad_accum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("4_mixed_precision", "--micro_batch_size 2"),
-        pytest.param("9_ddp", "--devices 2", marks=pytest.mark.slow),
-        pytest.param("3_torch_compile", "--micro_batch_size 2", marks=pytest.mark.slow),
+        ("9_ddp", "--devices 2"),
+        ("3_torch_compile", "--micro_batch_size 2"),
     ],
 )
-def test_packing_changes_no_printed_figure(tmp_path, unpacked, name, options):
+def test_packing_changes_no_printed_figure_of_a_rung(tmp_path, unpacked, name, options):
     """Training and evaluations print the same, on one process and on two."""
-    expected, before = unpacked
-    got, after = figures(tmp_path, name, "--packing", "true", *options.split())
-    assert len(expected) == 4 + 3 + 2
-    assert got == pytest.approx(expected, abs=1e-5)
-    assert before["samples_hash"] == after["samples_hash"]
+    after = assert_same_figures(run_rung(tmp_path, name, "--packing", "true", *options.split()), unpacked)
     if "compile_seconds" in after:
         assert after["compiled_graphs"] <= 6, "one row and several rows: training, forward and backward, and evaluation"
 
