@@ -23,7 +23,7 @@ BUDGET = float("inf")  # NEW in 28: bytes of tensors on the GPU, e.g. 8 * 2**30;
 
 def has_room(fabric, model, review):  # NEW in 28: does a training on this review stay within the budget?
     torch.cuda.reset_peak_memory_stats()
-    state = [torch.empty_like(weight) for weight in model.parameters() for _ in range(2)]  # Adam's later
+    _adam = [torch.empty_like(weight) for weight in model.parameters() for _ in range(2)]  # what it will keep
     model.train()
     try:
         for _ in range(2):  # the second pass adds to the gradients of the first
