@@ -47,6 +47,7 @@ SIXTEEN = ("--micro_batch_size 16", 1, " with 16 texts at once")  # one text has
 PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default: none, one GPU, none
     "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
     "7_grad_checkpointing": SIXTEEN, "20_activation_offload": SIXTEEN, "21_selective_checkpointing": SIXTEEN,
+    "24_streamed_layers": ("--lora_targets attention", 1, " with adapters on attention"),
     "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"), "27_cuda_graphs": ("", 1, " and a pool"),
     "28_memory_budget": ("", 1, " or less, as stated"),
 }  # fmt: skip

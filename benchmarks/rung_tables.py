@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common  # first import: it makes the project importable
-from evidence_tables import best_row, change, most_seeds, own, predicted
+from evidence_tables import best_row, change, most_seeds, predicted
 from evidence_tables import mean as with_spread
 
 from fabric_ladder.errors import UserError, show_errors
@@ -57,11 +57,12 @@ def number(rung: Path | str) -> str:
 
 
 def accuracy(rung: Path) -> str:
-    """Return the accuracy on 2,000 reviews at the rung's own learning rate, or the next rung below that has one."""
-    if row := own("imdb_2000").get(rung.stem):
+    """Return the accuracy on 2,000 reviews at the best learning rate, or the next rung below that has one."""
+    name = f"imdb_2000{'_attention' if MEASURED.get(rung.stem) else ''}"
+    if row := best_row(name, rung.stem):
         return with_spread(most_seeds("imdb_2000", row), "test_accuracy")
     below = parent(rung)
-    while below.stem not in own("imdb_2000"):
+    while not best_row("imdb_2000", below.stem):
         below = parent(below)
     return f"as {number(below)}"
 
@@ -78,9 +79,7 @@ def measured() -> list[str]:
         below = parent(rung)
         peak = gigabytes(rung.stem)
         to_parent = f"{change(peak, gigabytes(below.stem))} ({number(below)})"
-        row = best_row(f"imdb_2000{'_attention' if MEASURED[rung.stem] else ''}", rung.stem)
-        found = with_spread(most_seeds("imdb_2000", row), "test_accuracy") if row else accuracy(rung)
-        rows.append([*_links(rung.stem), f"{peak:.2f}", to_parent, found])
+        rows.append([*_links(rung.stem), f"{peak:.2f}", to_parent, accuracy(rung)])
     return _table(["rung", "technique", "GB", "to its parent", "accuracy, %"], rows, 2)
 
 
@@ -171,8 +170,13 @@ def cards() -> list[str]:
     rows = []
     for size in CARDS:
         found = [[answer(label, card_memory(str(size)), kind) for label in largest_first] for kind in kinds]
-        rows.append([f"{size} GB", *(next(filter(None, answers), "–") for answers in found)])
-    return _table(["card", "all weights", "adapters", "adapters on 4-bit weights"], rows, 4)
+        rows.append(
+            [
+                f"{size} GB ({card_memory(str(size)) / 1e9:.1f})",
+                *(next(filter(None, answers), "–") for answers in found),
+            ]
+        )
+    return _table(["card, as sold (10^9 bytes)", "all weights", "adapters", "adapters on 4-bit weights"], rows, 4)
 
 
 BLOCKS = {block.__name__: block for block in (measured, ladder, cards, techniques)}

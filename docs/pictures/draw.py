@@ -85,7 +85,7 @@ def lengths() -> list[int]:
 
 @picture("readme", 3.6)
 def measured_peaks(figure: Figure, look: Look) -> None:
-    """BLOOM-560m on one H100: the peak of memory, technique by technique."""
+    """BLOOM-560m on one H100: peak memory, technique by technique."""
     names = {
         "2_grad_accum": "2 gradient accumulation", "4_mixed_precision": "4 mixed precision",
         "16_bf16_that_learns": "16 bfloat16, Kahan sum", "18_low_bit_optimizer": "18 Adam in 8 bits",

@@ -16,19 +16,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 7.78  # tokens of a review; GB that this needs on a GPU
+MODEL, MAX_LENGTH, PREDICTED = "bigscience/bloom-560m", 1024, 7.78  # tokens of a review; GB on a GPU, none recomputed
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
-BUDGET = float("inf")  # NEW in 28: bytes of tensors on the GPU, e.g. 8 * 2**30; inf: as many as it has
+BUDGET = None  # NEW in 28: bytes of tensors on the GPU, e.g. 8 * 2**30; None: nine tenths of its memory
 
 
+@torch.random.fork_rng()  # dropout draws the same numbers afterwards
 def has_room(fabric, model, review):  # NEW in 28: does a training on this review stay within the budget?
     torch.cuda.reset_peak_memory_stats()
-    _adam = [torch.empty_like(weight) for weight in model.parameters() for _ in range(2)]  # what it will keep
-    model.train()
     try:
+        _adam = [torch.empty_like(weight) for weight in model.parameters() for _ in range(2)]  # what it will keep
         for _ in range(2):  # the second pass adds to the gradients of the first
             fabric.backward(model(**fabric.to_device(review)).loss)
-        return torch.cuda.max_memory_allocated() <= BUDGET
+        return torch.cuda.max_memory_allocated() <= (BUDGET or 0.9 * torch.cuda.mem_get_info()[1])
     except torch.OutOfMemoryError:
         return False
     finally:
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 
     ### 3 Finetuning
     longest = max(splits["train"], key=lambda review: review["input_ids"].shape[1])
-    while fabric.device.type == "cuda" and keeping and not has_room(fabric, model, longest):  # NEW in 28
+    while fabric.device.type == "cuda" and keeping and not has_room(fabric, model.train(), longest):  # NEW in 28
         block = keeping.pop(0)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # NEW in 7: keeps the input alone
     fabric.print(f"Blocks that keep their activations: {len(keeping)}")
