@@ -21,13 +21,13 @@ EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  #
 BUDGET = None  # NEW in 28: bytes of tensors on the GPU, e.g. 8 * 2**30; None: nine tenths of its memory
 
 
-@torch.random.fork_rng()  # dropout draws the same numbers afterwards
 def has_room(fabric, model, review):  # NEW in 28: does a training on this review stay within the budget?
     torch.cuda.reset_peak_memory_stats()
     try:
         _adam = [torch.empty_like(weight) for weight in model.parameters() for _ in range(2)]  # what it will keep
-        for _ in range(2):  # the second pass adds to the gradients of the first
-            fabric.backward(model(**fabric.to_device(review)).loss)
+        with torch.random.fork_rng():  # dropout draws the same numbers afterwards
+            for _ in range(2):  # the second pass adds to the gradients of the first
+                fabric.backward(model(**fabric.to_device(review)).loss)
         return torch.cuda.max_memory_allocated() <= (BUDGET or 0.9 * torch.cuda.mem_get_info()[1])
     except torch.OutOfMemoryError:
         return False
