@@ -10,7 +10,7 @@ those of evidence_tables.py. A rung without an accuracy of its own has that of t
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import common  # first import: it makes the project importable
@@ -20,7 +20,9 @@ from evidence_tables import mean as with_spread
 from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.ladder import Row, row_of
 from fabric_ladder.planning.gpus import card_memory
+from fabric_ladder.planning.overhead import ANY_GPU
 from fabric_ladder.rungs import RUNGS, parent
+from fabric_ladder.techniques.memory import Peak
 
 HEADINGS = {  # groups of rows, and their headings in the README's table
     "base": None,
@@ -129,54 +131,47 @@ def navigation() -> str:
 
 def places(name: str) -> list[str]:
     """Return the top of a rung's page: its files, its parent, the previous and the next rung."""
-    ladder = ["0_pytorch", *(rung.stem for rung in RUNGS)]
-    place = ladder.index(name)
-    files = f"Plain script: `src/plain/{name}.py`."
+    names = ["0_pytorch", *(rung.stem for rung in RUNGS)]
+    place = names.index(name)
+    files, others = f"Plain script: `src/plain/{name}.py`.", {}
     if place:
         files = f"Rung: `src/{name}.py`. {files} Notebook: `notebooks/{name}.ipynb`."
-    below = [found.stem for found in map(parent, RUNGS[:place][-1:]) if found]  # the first rung has none
-    others = [("Builds on", below), ("Previous:", ladder[:place][-1:]), ("Next:", ladder[place + 1 :][:1])]
-    return [files, *(f"{words} [{other}]({other}.md)." for words, found in others for other in found)]
+        if below := parent(RUNGS[place - 1]):
+            others["Builds on"] = below.stem
+        others["Previous:"] = names[place - 1]
+    if place + 1 < len(names):
+        others["Next:"] = names[place + 1]
+    return [files, *(f"{words} [{other}]({other}.md)." for words, other in others.items())]
 
 
 def cards() -> list[str]:
     """Return the largest model of the page "Will it fit?" for each size of a card: trained whole, and by adapters."""
     text = (common.ROOT / "docs" / "fit" / "data.js").read_text(encoding="utf-8")
     data = json.loads(text.removeprefix("const FIT = ").rstrip(";\n"))
-    context, workspace, fragmentation = data["overhead"][0][2]  # of any GPU, the largest
+    models = {label: model["tasks"][CARD_TASK]["1024"]
+              for label, model in data["models"].items() if CARD_TASK in model["tasks"]}  # fmt: skip
+    largest_first = sorted(models, key=lambda label: models[label]["0"][0][0], reverse=True)
+    kinds = ["all weights", "adapters", "adapters on 4-bit weights"]
 
-    def answer(label: str, memory: float, kinds: Callable[[int], bool]) -> str | None:
-        peaks = data["models"][label]["tasks"][CARD_TASK]["1024"]
+    def answer(label: str, memory: int, kind: str) -> str | None:
         fitting = []
-        for row in filter(kinds, range(len(data["rows"]))):
-            tensors = 1e6 * sum(peaks[str(row)][0])
-            high = tensors + context + workspace + fragmentation * (tensors + workspace)
+        for row, (rung, *_) in enumerate(data["rows"]):
+            own = kinds[0] if data["all_weights"][row] else kinds[2] if rung == "14_qlora" else kinds[1]
+            parts = (megabytes * 10**6 for megabytes in models[label][str(row)][0])
+            high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]
             host = data["host"][label][CARD_TASK][row] / 1e3
-            if high <= memory and host <= data["host_memory"]:
-                rung = data["rows"][row][0]
+            if own == kind and high <= memory and host <= data["host_memory"]:
                 said = f"{label}, [{number(rung)}](techniques/{rung}.md), {high / 1e9:.1f} GB"
                 fitting.append((data["order"][CARD_TASK][row][0], high, said))
         return min(fitting)[2] if fitting else None
 
-    weights = {label: model["tasks"][CARD_TASK]["1024"]["0"][0][0]
-               for label, model in data["models"].items() if CARD_TASK in model["tasks"]}  # fmt: skip
-    largest_first = sorted(weights, key=weights.get, reverse=True)
-    quantized = [rung == "14_qlora" for rung, *_ in data["rows"]]
-    kinds = (
-        lambda row: data["all_weights"][row],
-        lambda row: not data["all_weights"][row] and not quantized[row],
-        lambda row: quantized[row],
-    )
     rows = []
     for size in CARDS:
-        found = [[answer(label, card_memory(str(size)), kind) for label in largest_first] for kind in kinds]
-        rows.append(
-            [
-                f"{size} GB ({card_memory(str(size)) / 1e9:.1f})",
-                *(next(filter(None, answers), "–") for answers in found),
-            ]
-        )
-    return _table(["card, as sold (10^9 bytes)", "all weights", "adapters", "adapters on 4-bit weights"], rows, 4)
+        memory = card_memory(str(size))
+        found = [[answer(label, memory, kind) for label in largest_first] for kind in kinds]
+        largest = [next(filter(None, answers), "–") for answers in found]
+        rows.append([f"{size} GB ({memory / 1e9:.1f})", *largest])
+    return _table(["card, as sold (10^9 bytes)", *kinds], rows, 4)
 
 
 BLOCKS = {block.__name__: block for block in (measured, ladder, cards, techniques)}

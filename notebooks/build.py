@@ -21,6 +21,8 @@ import nbformat
 import yaml
 from nbclient import NotebookClient
 
+from fabric_ladder.rungs import parent
+
 HERE = Path(__file__).resolve().parent
 PLAIN = HERE.parent / "src" / "plain"
 TEXTS = yaml.safe_load((HERE / "texts.yaml").read_text(encoding="utf-8"))
@@ -114,10 +116,10 @@ def scripts() -> list[str]:
     return sorted(names, key=lambda name: int(name.split("_")[0]))
 
 
-def parent(name: str) -> str | None:
-    """Return the plain script that a script's docstring names as its parent."""
-    found = re.search(r"Builds on (\w+)\.py", (PLAIN / f"{name}.py").read_text(encoding="utf-8"))
-    return found and found[1]
+def below(name: str) -> str | None:
+    """Return the name of a script's parent."""
+    found = parent(PLAIN / f"{name}.py")
+    return found and found.stem
 
 
 def gpu_of(name: str, script: str) -> tuple[str, str]:
@@ -135,16 +137,16 @@ def links(name: str) -> str:
     """Return links to the page of a technique, to the notebook that it builds on, and to the next one."""
     page = "9_ddp.md#dataparallel" if name == "9_dp" else f"{name}.md"
     following = dict(pairwise(scripts())).get(name)
-    notebooks = {"Builds on": parent(name), "Next": following}
+    notebooks = {"Builds on": below(name), "Next": following}
     found = [f"[The technique](../docs/techniques/{page})"]
     return " · ".join(found + [f"{word}: [{other}]({other}.ipynb)" for word, other in notebooks.items() if other])
 
 
 def bars(name: str) -> str:
     """Return the code that draws the peak of a script next to that of the nearest parent with a prediction."""
-    before = parent(name)
+    before = below(name)
     while before and before not in PEAKS:
-        before = parent(before)
+        before = below(before)
     known = [f'"{before}, predicted": {PEAKS[before]:.2f}'] if before else []
     known += [f'"{name}, predicted": PREDICTED'] if name in PEAKS else []
     return TEXTS["bars"].replace("KNOWN", ", ".join(known)).replace("NAME", name)

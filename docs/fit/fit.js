@@ -27,9 +27,12 @@
     return sold - Math.min(0.05 * sold, 2 ** 29 + 0.01 * sold);
   }
 
+  // Return the place of a row among all: what fits comes first, then what may fit.
+  const rank = ({ verdict }) => ({ fits: 0, close: 1 })[verdict] ?? 2;
+
   // Return the answer for each technique: the parts, the bounds and the CPU memory in bytes, and the verdict.
-  // What fits comes first. Within it the order is the planner's: all weights first, then the least cost and the highest
-  // speed, then the least memory.
+  // Rows of one rank have the planner's order: all weights first, then the least cost and the highest speed, then the
+  // least memory.
   function answer(question) {
     const model = FIT.models[question.model];
     const peaks = model.tasks[question.task][question.length];
@@ -50,7 +53,6 @@
       const row = { rung, title, parts, low, expected, high, verdict, place, host: host[number] };
       return [{ ...row, all: FIT.all_weights[number], command: command(question, rung, options) }];
     });
-    const rank = ({ verdict }) => ({ fits: 0, close: 1 })[verdict] ?? 2;
     return rows.sort((one, other) => rank(one) - rank(other) || one.place - other.place || one.expected - other.expected);
   }
 
@@ -169,7 +171,7 @@
     const made = element("fieldset", { className: "fit-rows" });
     made.append(element("legend", { textContent: "Choose a technique to see its command" }));
     for (const [number, row] of rows.entries()) {
-      if (question.hide && "no host".includes(row.verdict) && row !== question.chosen) continue;
+      if (question.hide && rank(row) === 2 && row !== question.chosen) continue;
       const radio = element("input", { type: "radio", name: "row", value: number, checked: row === question.chosen });
       const title = element("span", { className: "fit-title", textContent: `${row.rung.split("_")[0]} · ${row.title}` });
       const size = element("span", { className: "fit-size", textContent: `${gigabytes(row.expected)} GB` });
@@ -216,7 +218,7 @@
         await navigator.clipboard.writeText(text());
         made.textContent = "Copied";
       } catch {
-        shown.textContent = text();
+        if (shown.textContent !== text()) shown.textContent = text();
         getSelection().selectAllChildren(shown);
         made.textContent = "Selected";
       }

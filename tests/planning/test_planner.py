@@ -63,12 +63,13 @@ def with_setting(tmp_path, name, value):
     return [[*options, f"--{name}", str(value)], ["--config", str(tmp_path / "own.yaml"), *options[2:]]]
 
 
-def plans_of(rungs, options, memory=ENOUGH, length=256, gpu=ANY, every=True, plain=False):
+def plans_of(rungs, options, memory=ENOUGH, length=256, gpu=ANY, every=True, started=None, plain=False):
     """Return the plans of all choices for one GPU among these rungs, of `plain` rungs, or of those that can win."""
     choices, _ = list_choices([SRC / f"{rung}.py" for rung in rungs], 1)
     choices = [(rung, ()) for rung in rungs] if plain else choices
     candidates, _ = read_candidates(choices, options, 1, gpu)
-    return make_plans(candidates, Samples(length), Machine(gpu._replace(memory=memory)), every, lambda _: None)
+    report = [].append if started is None else started.append
+    return make_plans(candidates, Samples(length), Machine(gpu._replace(memory=memory)), every, report)
 
 
 def test_rungs_that_are_not_planned_have_a_reason():
@@ -196,13 +197,16 @@ def test_a_plan_of_one_pass_is_found_where_a_sum_of_gradients_has_no_room(tmp_pa
 @pytest.mark.slow
 def test_the_search_finds_the_recommended_plans_and_leaves_out_the_others(tmp_path):
     rungs = ["2_grad_accum", "4_mixed_precision", "5_low_precision", "13_lora", "18_low_bit_optimizer"]
-    memory = ENOUGH
-    for _ in range(2):
-        every = plans_of(rungs, bloom(tmp_path, 2), memory, 64)
-        found = plans_of(rungs, bloom(tmp_path, 2), memory, 64, every=False)
-        assert recommend(found) == recommend(every)
-        assert len(found) < len(every)
-        memory = recommend(every)["all weights"].high - 1
+    options = bloom(tmp_path, 2)
+    whole = recommend(plans_of(rungs, options, length=64))
+    less = whole["all weights"].high - 1
+    smaller = recommend(plans_of(rungs, options, less, 64))
+    assert smaller["all weights"] != whole["all weights"]
+    for memory, expected in {ENOUGH: whole, less: smaller}.items():
+        started = []
+        found = plans_of(rungs, options, memory, 64, every=False, started=started)
+        assert recommend(found) == expected
+        assert len(found) == len(started) < 8, "of 8 candidates"
 
 
 def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fastest_that_was_measured():
