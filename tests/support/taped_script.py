@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
+import torch
+
 from fabric_ladder.data.loaders import TextCollator
 from fabric_ladder.settings import Settings
 from fabric_ladder.training import fitting, graphs
@@ -18,7 +20,7 @@ if __name__ == "__main__":
     filled, rung = sys.argv[1] == "filled", SRC / f"{sys.argv[2]}.py"
     sys.argv = [str(rung), *sys.argv[3:]]
     fitting.HARD_LIMITS = ("cuda", "cpu")
-    graphs.CudaRecorder = TapeRecorder
+    graphs.CudaRecorder, graphs.RATE = TapeRecorder, torch.float64  # as the CPU's fused kernels read a rate
     Settings.replays = property(lambda settings: settings.cuda_graphs)
     if not filled:
         TextCollator.most = property(lambda _: 0, lambda *_: None)

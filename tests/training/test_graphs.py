@@ -35,11 +35,12 @@ from fabric_ladder.planning.run_memory import predict_memory
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import check_together, technique_of
+from fabric_ladder.techniques.build import build_optimizer
 from fabric_ladder.techniques.checkpointing import RANDOM_ONLY_IN_DROPOUT
 from fabric_ladder.techniques.embedding_rows import add_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import TESTED, support_packing
-from fabric_ladder.training import fitting, graphs
+from fabric_ladder.training import fitting, graphs, loop
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
 from fabric_ladder.training.graphs import Graphs
 
@@ -69,6 +70,7 @@ def taped(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(graphs, "CudaRecorder", TapeRecorder)
+    monkeypatch.setattr(graphs, "RATE", torch.float64)  # as the CPU's fused kernels read a rate
     monkeypatch.setattr(Settings, "replays", property(lambda settings: settings.cuda_graphs))
     monkeypatch.setattr("fabric_ladder.training.state.Graphs", Watched)
     return made
@@ -167,6 +169,41 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
     assert f"CUDA graphs: {taped[0].recorded} recorded" in (run.folder.parent / "1" / "log.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("values", "recorded"),
+    [({}, True), ({"optimizer": "adamw", "max_grad_norm": 0.5}, True), ({"kahan_summation": True}, True),
+     ({"kahan_summation": True, "optimizer": "adamw"}, False), ({"optimizer": "sgd"}, False)], ids=str,
+)  # fmt: skip
+def test_replayed_updates_follow_the_learning_rate_and_equal_others_bit_by_bit(tmp_path, taped, values, recorded):
+    """A step that reads its rate on the host is not recorded. A graph records nothing but the kernels of the device."""
+    settings = settings_for(tmp_path, precision="bf16-true", **values)
+    fabric, found = Fabric(accelerator="cpu", devices=1, precision="bf16-true"), []
+    for replays in (Graphs(fabric.device), None):
+        model = fabric.setup(tiny_model())
+        optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+        training, broken = SimpleNamespace(fabric=fabric, model=model, optimizer=optimizer, settings=settings), []
+        training.graphs, weights = replays, [*model.parameters()]
+        generator = torch.Generator().manual_seed(0)
+        for step in range(6):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 / (step + 1)
+            for weight in weights:
+                gradient = torch.randn(weight.shape, generator=generator).to(weight)
+                weight.grad = gradient if weight.grad is None else weight.grad.copy_(gradient)
+            if step == 4:
+                weights[0].grad[0] = torch.nan
+            broken.append(loop._update_weights(training))
+            assert all(weight.grad is None or not weight.grad.any() for weight in weights)
+        assert [flag.item() for flag in broken] == [step == 4 for step in range(6)]
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3 / 6] * len(optimizer.param_groups)
+        state = [value for weight in weights for value in optimizer.state[weight].values() if torch.is_tensor(value)]
+        found.append([*(weight.detach() for weight in weights), *state])
+        if replays:
+            assert replays.recorded == recorded
+    for replayed, eager in zip(*found, strict=True):
+        torch.testing.assert_close(replayed, eager, rtol=0, atol=0, equal_nan=True)
+
+
 def losses_of(cwd, rung):
     return column(cwd / "runs" / rung / "1", "loss")
 
@@ -249,15 +286,17 @@ def test_fillers_change_a_gradient_by_rounding_alone(tmp_path, taped):
         assert relative_error(*found) < 1e-12
 
 
-def test_a_gradient_that_is_not_finite_is_named_under_replays(tmp_path, taped):
+def test_a_gradient_that_is_not_finite_is_named_under_replays(tmp_path, taped, monkeypatch):
     def spoil(model, optimizer):
-        def after_step(*_):
+        def update(self, *args):
             steps.append(1)
+            broken = replayed(self, *args)
             if len(steps) == 5:
                 next(model.parameters()).data.fill_(torch.inf)
+            return broken
 
-        steps = []
-        optimizer.register_step_post_hook(after_step)
+        steps, replayed = [], Graphs.update
+        monkeypatch.setattr(Graphs, "update", update)
 
     values = {"packing": True, "max_length": 64, "micro_batch_size": 2, "cuda_graphs": True, "log_every": 200}
     with pytest.raises(NotFiniteError, match="the loss is nan at epoch 1, batch 6 "):

@@ -1,9 +1,9 @@
-"""Replay a micro-batch's forward and backward pass from a CUDA graph: one launch in place of thousands.
+"""Replay a pass, and the update of the weights, from CUDA graphs: one launch in place of thousands.
 
 A graph repeats its kernels on the memory that they used when it was recorded. So each shape of micro-batch has a graph
 and fixed inputs of its own, which the next micro-batch of this shape is copied into. Gradients are set to 0 and not
-freed, so that they keep their places. The activations of all graphs share one pool of memory, because graphs are
-replayed one after another.
+freed, so that they keep their places. One more graph checks and clips the gradients, steps, and sets them to 0. All
+graphs share one pool of memory, because they are replayed one after another.
 """
 
 from collections import OrderedDict
@@ -13,9 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.techniques.kahan import Kahan
 
+RATE = torch.float32  # the type in which CUDA's fused kernels read a learning rate from memory
 MOST = 32  # graphs; each takes some MB of GPU memory for its thousands of kernels
 
 Pass = Callable[[MicroBatch], tuple[Tensor, Tensor]]  # returns the loss and the number of right predictions
@@ -55,8 +58,21 @@ class _Recorded(NamedTuple):
         return tuple(result.clone() for result in self.results)
 
 
+class _Update(NamedTuple):
+    """A recorded update of the weights; it reads the learning rate from a tensor, since a number would stay."""
+
+    rate: Tensor
+    broken: Tensor
+    replay: Callable[[], None]
+
+    def run(self, optimizer: Optimizer) -> Tensor:
+        self.rate.fill_(optimizer.param_groups[0]["lr"])  # all groups have the same
+        self.replay()
+        return self.broken.clone()
+
+
 class Graphs:
-    """The recorded passes of a training.
+    """The recorded passes and the recorded update of a training.
 
     The first micro-batch of a shape runs without a graph: it prepares libraries and creates gradients outside of the
     pool. The second is recorded. Of too many graphs, the one that was not used for the longest time is dropped.
@@ -67,7 +83,7 @@ class Graphs:
     Attributes:
         passes: All passes so far.
         replayed: Those from a graph.
-        recorded: Graphs that were recorded.
+        recorded: Graphs that were recorded, with that of the update.
         seconds: Spent on recording them.
     """
 
@@ -77,6 +93,8 @@ class Graphs:
         self._recorder = CudaRecorder()
         self._known: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self._seen: dict[Hashable, tuple[Tensor, Tensor]] = {}  # places for the results, outside of the pool
+        self._broken: Tensor | None = None  # the same for an update
+        self._update: _Update | None = None
 
     def run(self, work: Pass, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Run a pass, from its graph if there is one, and return the loss and the number of right predictions."""
@@ -94,6 +112,23 @@ class Graphs:
         self.replayed += 1
         return self._known[key].run(micro_batch)
 
+    def update(self, work: Callable[[], Tensor], optimizer: Optimizer) -> Tensor:
+        """Update the weights, from a graph if it can be recorded, and return whether a gradient was not finite.
+
+        The first update runs without a graph and makes the optimizer's state.
+
+        Args:
+            work: The update; returns a boolean on the device.
+            optimizer: As set up by Fabric. Only a fused step reads its rate on the device.
+        """
+        if self._broken is None or not _is_recordable(optimizer):
+            broken = work()
+            self._broken = torch.empty_like(broken)
+            return broken
+        if self._update is None:
+            self._update = self._record_update(work, optimizer, self._broken)
+        return self._update.run(optimizer)
+
     def describe(self) -> str:
         """Return a line about the graphs of the training."""
         share = f"{self.replayed / max(self.passes, 1):.0%} of the passes"
@@ -101,12 +136,12 @@ class Graphs:
 
     def forget(self) -> None:
         """Drop all graphs and their memory."""
+        self._update = None
         self._recorder = CudaRecorder()
         self._known.clear()
         self._seen.clear()
 
     def _record(self, work: Pass, micro_batch: MicroBatch, results: tuple[Tensor, Tensor]) -> _Recorded:
-        start = perf_counter()
         inputs = {name: each.to(self.device, copy=True) for name, each in micro_batch.inputs.items()}
         # a number of 64 bits, rounded as the number of an unrecorded pass is
         weight = torch.tensor(micro_batch.weight, dtype=torch.float64, device=self.device)
@@ -116,7 +151,30 @@ class Graphs:
             for result, new in zip(results, work(fixed), strict=True):
                 result.copy_(new)  # out of the pool, whose memory the next graph uses again
 
-        replay = self._recorder.record(recorded)
+        return _Recorded(fixed, results, self._timed(recorded))
+
+    def _record_update(self, work: Callable[[], Tensor], optimizer: Optimizer, broken: Tensor) -> _Update:
+        rate = torch.zeros((), dtype=RATE, device=self.device)
+        numbers = [(group["lr"], group["capturable"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"], group["capturable"] = rate, True  # PyTorch refuses to record a step without it
+        try:
+            replay = self._timed(lambda: broken.copy_(work()))
+        finally:
+            for group, (number, capturable) in zip(optimizer.param_groups, numbers, strict=True):
+                group["lr"], group["capturable"] = number, capturable
+        return _Update(rate, broken, replay)
+
+    def _timed(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record work, and count it."""
+        start = perf_counter()
+        replay = self._recorder.record(work)
         self.recorded += 1
         self.seconds += perf_counter() - start
-        return _Recorded(fixed, results, replay)
+        return replay
+
+
+def _is_recordable(optimizer: Optimizer) -> bool:
+    """Return whether nothing in a step is computed on the host, such as a rate, or the weight decay of `Kahan`."""
+    decays = isinstance(optimizer.optimizer, Kahan) and any(group["weight_decay"] for group in optimizer.param_groups)
+    return all(group.get("fused") for group in optimizer.param_groups) and not decays

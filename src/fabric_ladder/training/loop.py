@@ -136,7 +136,7 @@ def _check_validations(settings: Settings, steps_per_epoch: int) -> None:
 
 def _train_epoch(training: Training) -> None:
     """Train an epoch, or the rest of one, with its validations."""
-    run, fabric, settings = training.run, training.fabric, training.settings
+    run, fabric = training.run, training.fabric
     model, optimizer, state = training.model, training.optimizer, training.state
     stop_request = training.stop_request
     training.train_loader.sampler.set_epoch(state.epoch, start=state.batch)
@@ -153,11 +153,7 @@ def _train_epoch(training: Training) -> None:
         if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer, training.graphs):
             _undo_and_stop(training)
         # recorded on the device; the next printed line stops the run
-        state.meter.commit(state.step(batch.samples), find_broken_gradient(fabric, optimizer))
-        if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
-            fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
-        optimizer.step()
-        forget_gradients(fabric, optimizer, training.graphs)
+        state.meter.commit(state.step(batch.samples), _update_weights(training))
 
         lines_before = state.samples // run.log_every
         state.advance(batch)
@@ -173,6 +169,23 @@ def _train_epoch(training: Training) -> None:
         if _saves_here(training) and within_epoch and not training.validation_is_due:
             _save_checkpoint(training)
     _validate_epoch(training)
+
+
+def _update_weights(training: Training) -> Tensor:
+    """Clip the gradients, step, and forget them; return whether one was not finite, as a boolean on the device."""
+    fabric, model, optimizer, settings = training.fabric, training.model, training.optimizer, training.settings
+
+    def update() -> Tensor:
+        broken = find_broken_gradient(fabric, optimizer)
+        if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
+            fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
+        optimizer.step()
+        forget_gradients(fabric, optimizer, training.graphs)
+        return broken
+
+    if training.graphs and settings.precision != "16-mixed":  # whose scaler decides on the host whether to step
+        return training.graphs.update(update, optimizer)
+    return update()
 
 
 def _saves_here(training: Training) -> bool:
