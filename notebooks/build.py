@@ -3,6 +3,8 @@
     python notebooks/build.py [RUNG ...]               # 2 or 2_grad_accum; without a rung: all
     python notebooks/build.py --execute [RUNG ...]     # run the notebooks too, and store what they print
 
+It also writes eight_billion_in_4_gib.ipynb, which runs a rung by the installed package, and has no stored outputs.
+
 Without `--execute`, a code cell that has not changed keeps its outputs. `--execute` replaces BLOOM-560m by a small
 BLOOM, and reads IMDb from the folder in FABRIC_LADDER_DATA. It needs neither a GPU nor a network.
 """
@@ -26,6 +28,7 @@ from fabric_ladder.rungs import parent
 HERE = Path(__file__).resolve().parent
 PLAIN = HERE.parent / "src" / "plain"
 TEXTS = yaml.safe_load((HERE / "texts.yaml").read_text(encoding="utf-8"))
+LIMIT = "eight_billion_in_4_gib"
 METADATA = {
     "accelerator": "GPU",
     "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
@@ -216,6 +219,15 @@ def notebook_of(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
+def limit_notebook() -> nbformat.NotebookNode:
+    """Return the notebook about `--gpu_memory_limit`."""
+    make = {"text": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
+    cells = [make[kind](part[kind].rstrip()) for part in TEXTS["limit"] for kind in make]
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"
+    return nbformat.v4.new_notebook(cells=cells, metadata=METADATA | {"colab": {"gpuType": "T4", "toc_visible": True}})
+
+
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
     """Run a notebook in a kernel on small data, and store what its cells print and draw.
 
@@ -293,6 +305,8 @@ def main() -> None:
     names = scripts()
     if arguments.rungs:
         names = [name for name in names if {name, name.split("_")[0]} & set(arguments.rungs)]
+    else:
+        nbformat.write(limit_notebook(), HERE / f"{LIMIT}.ipynb")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.execute:
             prepare(Path(folder))

@@ -1,15 +1,18 @@
 """Each plain script with Fabric has a notebook with the same code, which is up to date, small, and runs in a kernel."""
 
 import ast
+import os
 import re
 import runpy
+import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
 
 import nbformat
 import pytest
-from support.helpers import ROOT, SRC, real_file
+from nbclient import NotebookClient
+from support.helpers import MODELS, ROOT, SRC, real_file
 
 NOTEBOOKS = ROOT / "notebooks"
 PLAIN = sorted((SRC / "plain").glob("[1-9]*.py"))  # 0_pytorch has no Fabric, which the cells use
@@ -28,8 +31,8 @@ def code_of(notebook) -> str:
     return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
 
 
-def test_there_is_a_notebook_for_each_plain_script_with_fabric_and_no_other():
-    assert [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb"))] == [path.stem for path in PLAIN]
+def test_there_is_a_notebook_for_each_plain_script_with_fabric_and_one_about_the_limit_of_memory():
+    assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == {path.stem for path in PLAIN} | {BUILD["LIMIT"]}
 
 
 @every_script
@@ -125,3 +128,19 @@ def test_a_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     printed = "".join(output.get("text", "") for cell in outputs for output in cell)
     assert printed.count("Loss: ") == 4
     assert re.search(r"negative \d+%, positive \d+%", printed)
+
+
+@pytest.mark.slow
+def test_the_notebook_about_the_limit_proves_that_no_loss_changes(tmp_path, monkeypatch):
+    """A tiny model and made-up reviews take the place of Qwen3 and IMDb."""
+    notebook = BUILD["limit_notebook"]()
+    assert notebook == nbformat.read(NOTEBOOKS / f"{BUILD['LIMIT']}.ipynb", as_version=4)
+    small = f'OPTIONS = OPTIONS.replace("Qwen/Qwen3-0.6B", "{MODELS / "llama-tiny.json"}") + " --dataset synthetic"'
+    notebook.cells[1].source = "pass"
+    notebook.cells[3].source += f"\n{small}"
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    options = {"resources": {"metadata": {"path": str(tmp_path)}}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", **options).execute()
+    printed = [output.text for output in notebook.cells[-1].outputs]
+    assert re.search(r"4 losses are equal to the last bit: [\d., ]+\nPredicted peak: 0.00 GB of tensors", printed[0])
+    assert "GPU memory at most 4GiB" in (tmp_path / "runs" / "24_streamed_layers" / "1" / "log.txt").read_text()
