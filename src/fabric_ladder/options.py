@@ -58,6 +58,7 @@ GONE = {  # settings of earlier versions
     "check_only": "give it on the command line: --check_only",
     "rslora": "use --lora_alpha: rsLoRA's is --lora_alpha times the root of --lora_rank",
     "on_nan nan_limit stream_buffer": "leave it out",
+    "price_per_hour": "multiply the planned hours by it",
 }
 EXAMPLES = """\
 examples:

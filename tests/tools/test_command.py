@@ -5,14 +5,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
 from support.helpers import ROOT, SMALL, without_package
 
+from fabric_ladder.options import GONE
 from fabric_ladder.tools.command import COMMANDS
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 COMMAND = [sys.executable, "-c", "from fabric_ladder.tools.command import main; main()"]
 
 
@@ -22,6 +25,14 @@ def test_every_script_has_its_command():
         for path in (ROOT / "scripts").glob("*.py")
         if path.stem != "new_rung"  # for a checkout
     )
+
+
+def test_the_changes_name_the_version_of_the_citation_and_every_setting_that_is_gone():
+    changes, citation = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text()
+    version, date = re.search(r"^## (\S+) \((\S+)\)$", changes, re.MULTILINE).groups()
+    assert version == VERSION
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
+    assert {names.split()[0] for names in GONE} <= {*re.findall(r"`(\w+)`", changes)}
 
 
 def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):
@@ -75,15 +86,19 @@ def fresh_python(folder):
 
 
 @pytest.mark.slow
-def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
+def test_a_wheel_from_the_source_distribution_runs_in_an_empty_folder(tmp_path, clone, environment):
     def run(*command, cwd=tmp_path):
         process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
         assert process.returncode == 0, process.stderr
         return process.stdout
 
     python = fresh_python(tmp_path / "venv")
-    run(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, clone)
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    run(python, "-c", build, cwd=clone)
+    [sources] = tmp_path.glob("fabric_ladder-*.tar.gz")
+    run(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, sources)
     [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"fabric_ladder-{VERSION}-")
     run(python, "-m", "pip", "install", "--no-deps", wheel)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -97,12 +112,18 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
         ours = {path for path in ours if "__pycache__" not in path.parts}
         assert ours <= {path.relative_to(packages) for path in packages.rglob("*.*")}
     model = ("--model", "configs/models/bloom-quickstart.json")
-    stdout = run(ladder, "run", "2", "--config", "configs/quickstart.yaml", *model, *SMALL, cwd=empty)
+    options = ("--config", "configs/quickstart.yaml", *model, *SMALL, "--save", "consolidated")
+    stdout = run(ladder, "run", "2", *options, cwd=empty)
     assert "2_grad_accum · synthetic · bloom-quickstart.json" in stdout
     assert "Test accuracy" in stdout
     stdout = run(ladder, "run", "9_ddp", "--devices", "2", *SMALL, cwd=empty)
     assert "9_ddp · synthetic · bloom-quickstart.json" in stdout
     assert "· cpu: 2 x " in stdout  # both processes ran
     assert "2_grad_accum" in run(ladder, "compare", "runs", "--anyway", cwd=empty)
+    (empty / "texts.csv").write_text("text\nA good film.\nA bad film.\n")
+    [folder] = (empty / "runs" / "2_grad_accum").iterdir()
+    run(ladder, "predict", folder, "texts.csv", cwd=empty)
+    assert len(re.findall("positive|negative", (empty / "texts.predicted.csv").read_text())) >= 2
+    assert "2_grad_accum" in run(ladder, "plan", *model, "--gpu_memory", "4GB", "--rungs", "2", cwd=empty)
     lines = [line.split() for line in run(ladder, "doctor", cwd=empty).splitlines()]
     assert {"Python", "torch", "wandb", "Hub"} <= {line[1] for line in lines if len(line) > 1}
