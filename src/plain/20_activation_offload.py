@@ -1,3 +1,6 @@
+# /// script
+# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
+# ///
 """20 · Activation offload: the inputs that checkpointing keeps are stored in CPU memory.
 
 Builds on 7_grad_checkpointing.py. The forward pass copies them to the CPU, and the backward pass copies them back.
