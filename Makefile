@@ -5,6 +5,8 @@ PIP := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python
 LOWEST := .venv-lowest/bin
 # of uv: https://docs.astral.sh/uv/guides/integration/pytorch; empty: as PyPI has it, on Linux with gigabytes of CUDA
 TORCH_BACKEND ?= cpu
+# where torch comes from, e.g. https://download.pytorch.org/whl/cpu, which has no CUDA; empty: PyPI
+TORCH_INDEX ?=
 # without its requirements: it asks for an older pillow than is pinned, which it runs without
 TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
@@ -70,7 +72,7 @@ clean:
 
 # torch comes first and by its exact version, so that no other package's looser request picks another build
 .venv/installed: requirements.txt pyproject.toml | .venv/bin/python
-	$(PIP) $$(grep '^torch==' requirements.txt)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.txt)
 	$(PIP) -r requirements.txt
 	touch $@
 
