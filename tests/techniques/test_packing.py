@@ -57,7 +57,7 @@ ARCHITECTURES = (  # names of model types in transformers
 ).split()
 
 
-def make(kind, task, dtype=torch.float32, packing=True):
+def make(kind, task, dtype=torch.float32, packing=True, documents=None):
     """Return a tiny model whose attention matters, since its weights are larger than usual."""
     torch.manual_seed(0)
     model = CLASSES[task].from_config(CONFIGS[kind](), dtype=torch.float32)
@@ -67,7 +67,7 @@ def make(kind, task, dtype=torch.float32, packing=True):
                 weight.normal_(0, 0.3)
     fuse_attention(model)
     if packing:
-        support_packing(model, 80)
+        support_packing(model, 80, documents)
     return model.to(dtype)
 
 
@@ -117,10 +117,11 @@ def distance(first, second):
     return ((first - second).norm() / first.norm()).item()
 
 
+@pytest.mark.parametrize("documents", [None, 16], ids=["digits", "varlen"])
 @pytest.mark.parametrize(("kind", "task"), CASES)
-def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task):
+def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task, documents):
     tolerance = 1e-12
-    model = make(kind, task, torch.float64)
+    model = make(kind, task, torch.float64, documents=documents)
     packed, alone = packed_and_alone(tmp_path, task)
     with torch.no_grad():
         expected = torch.cat([losses(model, inputs) for inputs in alone])
