@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ from support.tape import TapeRecorder
 from support.training import column, run_training
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoConfig, BertConfig, BloomConfig, GPT2Config, ModernBertConfig, RobertaConfig
 
 from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.data.cutting import MOST_IN_ROW, MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
+from fabric_ladder.models import varlen
 from fabric_ladder.models.configs import MODELS as CLASSES
 from fabric_ladder.models.masks import DIGITS, declare_rows, document_ends
 from fabric_ladder.models.probe import probe
@@ -404,23 +406,20 @@ def test_eager_attention_is_refused(tmp_path, change, values, message):
 @pytest.mark.parametrize("kind", sorted(TESTED))
 def test_varlen_separates_documents_in_each_tested_architecture(kind, monkeypatch):
     """What is refused as dropout in attention is all that a model would draw there."""
-    drawn = []  # dropout of each call, of separate samples too
-    real = functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        functional, "scaled_dot_product_attention",
-        lambda *args, dropout_p=0.0, **options: (drawn.append(dropout_p), real(*args, **options))[1],
-    )  # fmt: skip
+    by_documents = mock.Mock(wraps=varlen.varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", by_documents)
     config = AutoConfig.for_model(kind)
     tasks = [task for task in (CLASSIFICATION, INSTRUCTIONS) if type(config) in CLASSES[task]._model_mapping]
     task = next(task for task in tasks if task == CLASSIFICATION or not probe(config, task, 64).sees_later)
     assert packing_error(copy.deepcopy(config), task, 64, documents=6) < TOLERANCE
-    apart = len(drawn)
+    assert by_documents.called
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0 if "att" in name else 0.5)
-    packing_error(config, task, 64, training=True)
-    assert len(drawn) > 2 * apart
-    assert not any(drawn)
+    with mock.patch.object(functional, "scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
+        packing_error(config, task, 64, training=True)
+    assert called.call_args_list
+    assert not any(each.kwargs["dropout_p"] for each in called.call_args_list)
 
 
 def served(kind, task):

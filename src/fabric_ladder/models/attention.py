@@ -16,12 +16,11 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from fabric_ladder.models.kernels import takes_groups
+from fabric_ladder.models.kernels import MULTIPLE, takes_groups
 from fabric_ladder.models.masks import ENDS_DIM, PACKED_DIM, make_mask
 
 ATTENTION = "fabric_ladder_sdpa"
 OWN = re.compile(r'_attn_implementation (in \("eager", "sdpa"\)|== "sdpa"):')  # in the source of a model
-MULTIPLE = 8  # kernels want the width of a head to be a multiple of this
 
 
 def use_own_attention(model: nn.Module) -> None:

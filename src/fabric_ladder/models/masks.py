@@ -8,7 +8,6 @@ documents apart, or the places where documents end, in place of a mask (`attenti
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +21,8 @@ DIGITS = 7  # binary digits of a document's number in its row
 QUERY_UNIT = 64.0  # factor of the query's dimensions
 KEY_UNIT = 4.0  # factor of the key's dimensions, which are also divided by the scale of the scores
 PACKED_DIM, ENDS_DIM = 5, 1  # tensor dimensions of `document_digits` and `document_ends`; a mask has 2 or 4
-
-
-class _Rows(NamedTuple):
-    """Packed rows; the arguments of `declare_rows`."""
-
-    positions: Tensor
-    longest: int
-    documents: int | None
-
-
 _padded: bool | None = None  # None: not declared
-_rows: _Rows | None = None
+_rows: tuple[Tensor, int, int | None] | None = None  # the arguments of `declare_rows`
 
 
 @contextmanager
@@ -59,11 +48,10 @@ def declare_rows(positions: Tensor, longest: int, documents: int | None = None) 
     Args:
         positions: (rows, length), which count from 0 in each document.
         longest: The largest number of tokens that a row may have.
-        documents: A number that the documents of all rows do not exceed, where attention takes the places of their
-            ends. A row's padding counts as a document. None: digits keep documents apart.
+        documents: The most documents of all rows, padding included, if attention takes `document_ends`; None: digits.
     """
     global _rows
-    before, _rows = _rows, _Rows(positions, longest, documents)
+    before, _rows = _rows, (positions, longest, documents)
     search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -79,9 +67,9 @@ def document_digits() -> Tensor | None:
     They hold a constant and the document's number in binary digits, 1 and -1. Their dot product is 0 within a document.
     Between documents it is -2 `QUERY_UNIT` x `KEY_UNIT` for each digit that differs.
     """
-    if _rows is None or _rows.documents is not None:
+    if _rows is None or _rows[2]:
         return None
-    number = (_rows.positions == 0).cumsum(-1)[:, None, :, None]
+    number = (_rows[0] == 0).cumsum(-1)[:, None, :, None]
     digits = (number >> torch.arange(DIGITS, device=number.device)) % 2 * 2.0 - 1
     one = torch.ones_like(digits[..., :1])
     query_part = torch.cat([one * DIGITS, digits], -1)
@@ -94,12 +82,11 @@ def document_ends() -> Tensor | None:
 
     The last end is repeated in place of missing documents. So the shape depends on no value, and nothing waits.
     """
-    if _rows is None or _rows.documents is None:
+    if _rows is None or not _rows[2]:
         return None
-    number = (_rows.positions.flatten() == 0).cumsum(0)  # of each token's document, from 1 on
-    return torch.searchsorted(
-        number, torch.arange(_rows.documents + 1, device=number.device), right=True, out_int32=True
-    )
+    number = (_rows[0].flatten() == 0).cumsum(0)  # of each token's document, from 1 on
+    documents = torch.arange(_rows[2] + 1, device=number.device)
+    return torch.searchsorted(number, documents, right=True, out_int32=True)
 
 
 def make_mask(**options) -> Tensor | None:
@@ -108,13 +95,13 @@ def make_mask(**options) -> Tensor | None:
     length = options["kv_length"]
     offset = options.get("q_offset", 0)
     if _rows:
-        if window is not None and window < _rows.longest:
+        if window is not None and window < _rows[1]:
             raise UserError(
-                f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows.longest}; "
+                f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows[1]}; "
                 f"leave it out, or use --max_length {window}"
             )
-        if (ends := document_ends()) is not None:
-            return ends
+        if _rows[2]:
+            return document_ends()
         return document_digits().to(computing_dtype(options["device"].type, options["dtype"]))
     if _padded is None:
         return sdpa_mask(**options)

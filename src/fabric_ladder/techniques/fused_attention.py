@@ -27,9 +27,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
 
 from fabric_ladder.models.activations import fuse_gelu
-from fabric_ladder.models.attention import MULTIPLE, add_dimensions, power_of_two, use_own_attention
+from fabric_ladder.models.attention import add_dimensions, power_of_two, use_own_attention
 from fabric_ladder.models.configs import load_config
-from fabric_ladder.models.kernels import computing_dtype
+from fabric_ladder.models.kernels import MULTIPLE, computing_dtype
 from fabric_ladder.models.masks import document_digits, document_ends
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
@@ -61,12 +61,7 @@ class FusedBloomAttention(BloomAttention):
     """BLOOM's attention, with a fused kernel if it gets new dimensions instead of a mask."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        alibi: Tensor,
-        attention_mask: Tensor | tuple[Tensor, Tensor | None],
-        **options,
+        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | tuple, **options
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states (rows, tokens, width).
 

@@ -75,9 +75,7 @@ def _forward(
         return inner(**inputs)
     positions = {} if shift is None else {"position_ids": position_ids + shift}
     inputs = {name: value for name, value in inputs.items() if value is not None}  # PEFT passes every argument
-    if documents:
-        documents = _count(len(position_ids), spans, documents)
-    with declare_rows(position_ids, longest, documents):
+    with declare_rows(position_ids, longest, documents and _count(len(position_ids), spans, documents)):
         if spans is None:
             return inner(**inputs, **positions)
         return pooling.run(inner, {"input_ids": inputs.pop("input_ids"), **positions}, spans, inputs)
