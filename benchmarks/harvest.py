@@ -65,13 +65,14 @@ PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # 
 STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST, GRAPHS = "16_bf16_that_learns, packed, compiled", "16_bf16_that_learns, packed, graphs"
+VARLEN = "16_bf16_that_learns, packed, varlen"
 ONE_PASS = "4_mixed_precision, one pass a step"  # the cut of Trainer's entries
 FULL = {"bloom-560m": "bloom-quickstart", "vit-large-16": "vit-small"}  # and rehearsed
 FIRST = (
     "27_cuda_graphs", GRAPHS, "losses: 27_cuda_graphs", "15_packing", "Trainer, bf16-mixed, compiled",
-    "Trainer, bf16-mixed", "16_bf16_that_learns, packed", "5_low_precision", "5_low_precision, graphs",
-    "streamed gradients", "memory: bloom-560m, 27_cuda_graphs", "profile", "4_mixed_precision", ONE_PASS, "ceilings",
-    "calibration",
+    "Trainer, bf16-mixed", "16_bf16_that_learns, packed", VARLEN, "5_low_precision",
+    "5_low_precision, graphs", "streamed gradients", "memory: bloom-560m, 27_cuda_graphs", "profile",
+    "4_mixed_precision", ONE_PASS, "ceilings", "calibration",
 )  # fmt: skip
 VARIANTS = {  # further runs of a rung
     "5_low_precision, one sample": "--micro_batch_size 1",
@@ -81,6 +82,7 @@ VARIANTS = {  # further runs of a rung
     ONE_PASS: "--micro_batch_size 16",
     "16_bf16_that_learns, packed": "--packing true",
     GRAPHS: "--packing true --cuda_graphs true",
+    VARLEN: "--packing true --attention varlen",
     FAST: "--packing true --compile true",
     "22_float8, not compiled": "--compile false",
 }
@@ -169,7 +171,7 @@ def entries_of(job: Job) -> list[Entry]:
     checks = [Entry(f"losses: {rung}", partial(losses, job, rung), 40, alone=False) for rung in rungs]
     found = [*kernels(job), *checks]
     found += [training(job, rung, rung_command(job.options, rung)) for rung in rungs]
-    for name, more in VARIANTS.items() if not job.rehearse else ():
+    for name, more in {VARLEN: VARIANTS[VARLEN]}.items() if job.rehearse else VARIANTS.items():
         found.append(training(job, name, rung_command(job.options, name.split(",")[0], *more.split())))
     emulates = job.gpu and job.gpu.capability < (8, 0)  # the peers' bfloat16 would be refused
     precisions = ["16-mixed", "32-true"] if emulates else ["bf16-mixed", "bf16-true", "32-true"]

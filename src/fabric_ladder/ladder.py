@@ -262,7 +262,7 @@ LADDER = (
         "attention",
         mechanism="fused_attention.FusedAttention",
         exact=True,
-        values=("fused",),
+        values=("fused", "varlen"),
         anywhere="keeps no matrix of tokens x tokens",
     ),
     Row("loss_chunk", mechanism="chunked_loss.ChunkedLoss", exact=True),

@@ -257,11 +257,12 @@ class Settings(DataSettings):
         "`--model` is still loaded with its pretrained weights.",
         role=EQUAL,
     )
-    attention: Literal["fused", "eager"] = model_setting(
+    attention: Literal["fused", "eager", "varlen"] = model_setting(
         "fused",
         "`fused` uses a kernel that stores no tokens x tokens matrix, for BLOOM and wherever transformers has one "
         "(`sdpa`), and one kernel for GELU's tanh approximation. `eager` stores this matrix, and computes GELU as "
-        "transformers does. They differ by rounding.",
+        "transformers does. `varlen` computes packed documents one by one, on GPUs of compute capability 8.0 and above "
+        "in 16 bits; no GPU has measured it yet. They differ by rounding.",
         free_on_resume=True,
         changes_memory=True,
     )

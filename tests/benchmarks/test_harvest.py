@@ -204,7 +204,8 @@ def test_everything_can_be_rehearsed_on_a_cpu(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     content = harvest.read_harvest(out)
-    assert len(content["entries"]) >= 14
+    assert len(content["entries"]) >= 15
+    assert harvest.VARLEN in content["entries"]
     content["machine"]["hardware"]["gpu"] = "none"
     blocks = harvest.tables(content)
     assert all(len(blocks[name]) > 2 for name in blocks.keys() - {"status", "summary", "machine"})

@@ -23,6 +23,8 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
     ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2}),
+    ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2, "attention": "varlen"}),
+    ("bloom", {"packing": True, "max_length": 256, "attention": "varlen", "precision": "bf16-mixed"}),
     ("bloom", {"train_blocks": "none", "precision": "bf16-mixed"}),
     ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
     ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),
@@ -257,6 +259,16 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
         [(2, 3, 32, 32)],
         [(3, 3, 32, 32)],
     )
+
+
+def test_attention_of_documents_needs_less_memory_than_digits(tmp_path):
+    def peak(attention, **values):
+        values |= {"packing": True, "max_length": 256, "attention": attention, "precision": "bf16-true"}
+        settings, training, evaluations = case(tmp_path, "bloom", **values)
+        return predict_peak(settings, training, evaluations, capability=(9, 0)).total
+
+    assert peak("varlen") < peak("fused")
+    assert peak("varlen", activation_checkpointing=True) < peak("fused", activation_checkpointing=True)
 
 
 @pytest.mark.slow

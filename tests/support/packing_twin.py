@@ -17,7 +17,9 @@ ROWS = ((0, 1, 2), (2, 1, 0))  # samples of each row; some kernels find packed s
 TOLERANCE = 1e-6  # relative difference of gradients that rounding explains; some layers compute in 32-bit
 
 
-def packing_error(config: PretrainedConfig, task: str, longest: int) -> float:
+def packing_error(
+    config: PretrainedConfig, task: str, longest: int, documents: int | None = None, training: bool = False
+) -> float:
     """Return the relative difference between a twin's gradients of separate and of packed samples; change the config.
 
     Raises:
@@ -29,16 +31,17 @@ def packing_error(config: PretrainedConfig, task: str, longest: int) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return _compare(_twin(config, task, longest), task == "instruction-tuning")
+            twin = _twin(config, task, longest, documents)
+            return _compare(twin.train(training), task == "instruction-tuning")
     finally:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _twin(config: PretrainedConfig, task: str, longest: int) -> nn.Module:
+def _twin(config: PretrainedConfig, task: str, longest: int, documents: int | None) -> nn.Module:
     """Return a model with random weights and few layers, heads and tokens."""
     model = small_copy(config, task, torch.float64)
     fuse_attention(model)
-    support_packing(model, longest)
+    support_packing(model, longest, documents)
     return model
 
 

@@ -50,16 +50,18 @@ def count_weights(settings):
 class Unmoved:
     """Holds an input that needs no memory before it is moved to the device."""
 
-    def __init__(self, tensor):
-        self.tensor = tensor
+    def __init__(self, tensor, counts):
+        self.tensor, self.counts = tensor, counts
 
     def to(self, device, **_):
-        return torch.zeros_like(self.tensor, device=device)
+        zeros = torch.zeros_like(self.tensor, device=device)
+        return zeros + torch.arange(zeros.shape[-1]) if self.counts else zeros
 
 
 def real(micro_batch):
     """Return the micro-batch with real tensors."""
-    return micro_batch._replace(inputs={name: Unmoved(tensor) for name, tensor in micro_batch.inputs.items()})
+    inputs = {name: Unmoved(each, counts=name == "position_ids") for name, each in micro_batch.inputs.items()}
+    return micro_batch._replace(inputs=inputs)
 
 
 def set_up(settings, **options):

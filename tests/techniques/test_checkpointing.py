@@ -100,6 +100,8 @@ def step(settings, training):
         "input_ids": lambda shape: torch.randint(1, 64, shape),
         "attention_mask": lambda shape: torch.ones(shape, dtype=torch.long),
         "labels": lambda shape: torch.randint(2, shape),
+        "position_ids": lambda shape: torch.arange(shape[1]).expand(shape),
+        "spans": lambda shape: torch.arange(2).expand(shape),
     }
     counted = Counted()
     with nullcontext() if settings.compile else counted:  # the mode would prevent compiling
@@ -109,13 +111,19 @@ def step(settings, training):
     return [each.grad for each in model.parameters() if each.grad is not None], counted.operations
 
 
-@pytest.mark.parametrize(("family", "precision"), [("vit", "32-true"), ("bloom", "bf16-true")])
-def test_matrix_multiplications_and_attention_are_computed_once(tmp_path, family, precision):
+@pytest.mark.parametrize(
+    ("family", "precision", "more"),
+    [("vit", "32-true", {}), ("bloom", "bf16-true", {}), ("bloom", "bf16-true", {"attention": "varlen"})],
+)
+def test_matrix_multiplications_and_attention_are_computed_once(tmp_path, family, precision, more):
+    name = "torch_attn::_varlen_attn" if more else "_scaled_dot_product_flash_attention_for_cpu"
+    more = more and more | {"packing": True}
+
     def made(**values):
-        return step(*case(tmp_path, family, precision=precision, micro_batch_size=4, **values)[:2])
+        return step(*case(tmp_path, family, precision=precision, micro_batch_size=4, **values, **more)[:2])
 
     def costly(operations):
-        return operations["mm"] + operations["addmm"], operations["_scaled_dot_product_flash_attention_for_cpu"]
+        return operations["mm"] + operations["addmm"], operations[name]
 
     gradients, plain = made()
     again, recomputed = made(activation_checkpointing=True)

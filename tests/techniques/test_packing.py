@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -19,17 +20,21 @@ from support.helpers import (
 )
 from support.made import Made
 from support.packing_twin import TOLERANCE, packing_error
-from support.training import run_training
+from support.tape import TapeRecorder
+from support.training import column, run_training
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoConfig, BertConfig, BloomConfig, GPT2Config, ModernBertConfig, RobertaConfig
 
 from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.data.cutting import MOST_IN_ROW, MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
+from fabric_ladder.models import varlen
 from fabric_ladder.models.configs import MODELS as CLASSES
-from fabric_ladder.models.masks import DIGITS
+from fabric_ladder.models.masks import DIGITS, declare_rows, document_ends
 from fabric_ladder.models.probe import probe
+from fabric_ladder.techniques import TECHNIQUES
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import TESTED, Packing, support_packing
 
@@ -51,13 +56,16 @@ CONFIGS = {
 CLASSIFICATION, INSTRUCTIONS = "text-classification", "instruction-tuning"
 CASES = [(kind, CLASSIFICATION) for kind in CONFIGS]
 CASES += [(kind, INSTRUCTIONS) for kind in ("bloom", "llama", "qwen3", "gpt2")]
+VARLEN = [("bloom", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("qwen3", INSTRUCTIONS), ("llama", CLASSIFICATION)]
+VARLEN += [("bert", CLASSIFICATION), ("modernbert", CLASSIFICATION)]
+BOTH = [(*case, None) for case in CASES] + [(*case, 16) for case in VARLEN]  # digits, and the most documents
 ARCHITECTURES = (  # names of model types in transformers
     "bloom gpt2 gpt_neox opt llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 olmo2 granite starcoder2 "
     "mamba falcon mpt bert roberta xlm-roberta distilbert electra camembert mpnet albert modernbert deberta-v2"
 ).split()
 
 
-def make(kind, task, dtype=torch.float32, packing=True):
+def make(kind, task, dtype=torch.float32, packing=True, documents=None):
     """Return a tiny model whose attention matters, since its weights are larger than usual."""
     torch.manual_seed(0)
     model = CLASSES[task].from_config(CONFIGS[kind](), dtype=torch.float32)
@@ -67,7 +75,7 @@ def make(kind, task, dtype=torch.float32, packing=True):
                 weight.normal_(0, 0.3)
     fuse_attention(model)
     if packing:
-        support_packing(model, 80)
+        support_packing(model, 80, documents)
     return model.to(dtype)
 
 
@@ -117,10 +125,10 @@ def distance(first, second):
     return ((first - second).norm() / first.norm()).item()
 
 
-@pytest.mark.parametrize(("kind", "task"), CASES)
-def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task):
+@pytest.mark.parametrize(("kind", "task", "documents"), BOTH)
+def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task, documents):
     tolerance = 1e-12
-    model = make(kind, task, torch.float64)
+    model = make(kind, task, torch.float64, documents=documents)
     packed, alone = packed_and_alone(tmp_path, task)
     with torch.no_grad():
         expected = torch.cat([losses(model, inputs) for inputs in alone])
@@ -134,6 +142,52 @@ def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task):
         batches = effective_batch(tmp_path, fabric, task, packing=True, **values)
         assert max(len(inputs["input_ids"]) for inputs, _ in batches) == rows
         assert distance(whole, gradients(model, batches)) < tolerance
+
+
+@pytest.mark.parametrize(("kind", "task"), VARLEN)
+def test_varlen_rounds_no_more_than_separate_documents(tmp_path, fabric, kind, task):
+    apart, together = (
+        effective_batch(tmp_path, fabric, task, **values)
+        for values in ({"micro_batch_size": 1}, {"micro_batch_size": 2, "packing": True, "pad_to_multiple_of": 16})
+    )
+    exact = gradients(make(kind, task, torch.float64), apart)
+    for dtype in (torch.float32, torch.bfloat16):
+        alone = distance(exact, gradients(make(kind, task, dtype), apart))
+        assert distance(exact, gradients(make(kind, task, dtype, documents=16), together)) < 1.1 * alone
+
+
+def ends(positions, documents):
+    with declare_rows(positions, 8, documents):
+        return document_ends()
+
+
+ROWS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 0, 0, 1, 2, 3]])
+
+
+def test_the_ends_of_documents_are_found_without_waiting():
+    """The rows have two documents and padding, one document, and four documents without padding."""
+    expected = [0, 3, 5, 8, 16, 17, 19, 20, 24]
+    assert ends(ROWS, 8).tolist() == expected
+    assert ends(ROWS, 12).tolist() == [*expected, 24, 24, 24, 24]
+    assert ends(ROWS, 12).dtype == torch.int32
+    positions, found = ROWS[[1, 1, 1]].clone(), []
+    replay = TapeRecorder().record(lambda: found.append(ends(positions, 8)))
+    positions.copy_(ROWS)
+    replay()
+    assert found[0].tolist() == expected
+
+
+def test_more_declared_documents_change_no_bit_with_varlen(tmp_path):
+    """Evaluation of language models declares the most that rows can have."""
+    for kind, task in VARLEN[:3]:
+        model = make(kind, task, documents=16)
+        inputs, _ = packed_and_alone(tmp_path, task)
+        filler = torch.tensor([[inputs["input_ids"].numel() - 1, inputs["input_ids"].numel()]])
+        more = {"spans": torch.cat([inputs["spans"], filler.expand(9, 2)])} if "spans" in inputs else {}
+        inputs = {name: each for name, each in inputs.items() if name not in ("labels", "predicting")}
+        with torch.set_grad_enabled("spans" in inputs):
+            found = model(**inputs | more).logits[: len(inputs.get("spans", inputs["input_ids"]))]
+        assert found.equal(model(**inputs).logits)
 
 
 def test_a_text_that_ends_with_the_padding_token_is_read_as_by_transformers():
@@ -153,10 +207,12 @@ def test_a_text_that_ends_with_the_padding_token_is_read_as_by_transformers():
     assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_no_document_sees_another(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "documents"), [*((kind, None) for kind in CONFIGS), ("bloom", 16), ("bert", 16), ("qwen3", 16)]
+)
+def test_no_document_sees_another(tmp_path, kind, documents):
     """Changing the tokens of one document changes no bit of another document's output."""
-    model = make(kind, CLASSIFICATION, torch.float16).eval()
+    model = make(kind, CLASSIFICATION, torch.float16, documents=documents).eval()
     inputs, _ = packed_and_alone(tmp_path, CLASSIFICATION)
     inputs = {name: inputs[name] for name in ("input_ids", "position_ids", "spans")}
     with torch.no_grad():
@@ -261,6 +317,8 @@ def unpacked(tmp_path_factory):
         ("4_mixed_precision", "--micro_batch_size 2"),
         ("9_ddp", "--devices 2"),
         ("3_torch_compile", "--micro_batch_size 2"),
+        ("3_torch_compile", "--micro_batch_size 2 --attention varlen"),
+        ("9_ddp", "--devices 2 --attention varlen"),
     ],
 )
 def test_packing_changes_no_printed_figure_of_a_rung(tmp_path, unpacked, name, options):
@@ -270,9 +328,42 @@ def test_packing_changes_no_printed_figure_of_a_rung(tmp_path, unpacked, name, o
         assert after["compiled_graphs"] <= 6, "one row and several rows: training, forward and backward, and evaluation"
 
 
+@pytest.mark.parametrize(
+    ("model", "options"), [("bloom-quickstart", ()), ("qwen3-tiny", ("--task", INSTRUCTIONS, "--max_length", 512))]
+)
+def test_varlen_prints_the_losses_of_fused(tmp_path, model, options):
+    sizes = ("--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--micro_batch_size", 2)
+    options = ("--model", MODELS / f"{model}.json", "--max_length", 64, *sizes, "--log_every", 16, *options)
+    for attention in ("fused", "varlen"):
+        more = ("--precision", "32-true", "--attention", attention)
+        finished(run_script(SRC / "15_packing.py", *options, *more, cwd=tmp_path))
+    fused, varlen = (column(tmp_path / "runs" / "15_packing" / run, "loss") for run in "12")
+    assert len(fused) == 2
+    assert fused != varlen == pytest.approx(fused, abs=1e-4)
+
+
 def check(tmp_path, model, **values):
     settings = settings_for(tmp_path, **{"task": INSTRUCTIONS, "packing": True, "model": str(model)} | values)
     Packing().check(settings, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "capability", "message"),
+    [
+        ({"packing": False}, None, "it computes packed rows alone; add --packing true"),
+        ({"precision": "16-mixed"}, (7, 5), "compute capability 8.0 or above; use --attention fused"),
+        ({"accelerator": "mps"}, None, "its kernels need a CUDA GPU .* use --attention fused"),
+        ({"precision": "32-true"}, (9, 0), "in 16 bits, and --precision is 32-true; use --attention fused"),
+        ({"model": "gpt2"}, (9, 0), r"gpt2.json has some in attention \(attn_pdrop 0.1\); use --attention fused"),
+    ],
+)
+def test_varlen_is_refused_where_its_kernel_cannot_work(tmp_path, values, capability, message):
+    values = {"precision": "bf16-mixed", "packing": True, "attention": "varlen", "model": "bloom-560m"} | values
+    values["model"] = str(MODELS / f"{values['model']}.json")
+    (technique,) = (each for each in TECHNIQUES if each.setting == "attention")
+    with pytest.raises(UserError, match=f"^--attention varlen: [^\n]*{message}[^\n]*$"):
+        technique.check(settings_for(tmp_path, **values), capability)
+    technique.check(settings_for(tmp_path, **values | {"attention": "fused"}), capability)
 
 
 def test_other_architectures_are_refused(tmp_path):
@@ -309,6 +400,26 @@ def test_eager_attention_is_refused(tmp_path, change, values, message):
     (tmp_path / "exact.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         check(tmp_path, tmp_path / "exact.json", **values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(TESTED))
+def test_varlen_separates_documents_in_each_tested_architecture(kind, monkeypatch):
+    """What is refused as dropout in attention is all that a model would draw there."""
+    by_documents = mock.Mock(wraps=varlen.varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", by_documents)
+    config = AutoConfig.for_model(kind)
+    tasks = [task for task in (CLASSIFICATION, INSTRUCTIONS) if type(config) in CLASSES[task]._model_mapping]
+    task = next(task for task in tasks if task == CLASSIFICATION or not probe(config, task, 64).sees_later)
+    assert packing_error(copy.deepcopy(config), task, 64, documents=6) < TOLERANCE
+    assert by_documents.called
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0 if "att" in name else 0.5)
+    with mock.patch.object(functional, "scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
+        packing_error(config, task, 64, training=True)
+    assert called.call_args_list
+    assert not any(each.kwargs["dropout_p"] for each in called.call_args_list)
 
 
 def served(kind, task):

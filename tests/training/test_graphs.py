@@ -76,11 +76,11 @@ def taped(monkeypatch):
     return made
 
 
-def changed(model, width):
+def changed(model, width, documents=None):
     """Apply what `build_model` applies."""
     for change in (fuse_attention, fuse_gelu, add_rows):
         change(model)
-    support_packing(model, width)
+    support_packing(model, width, documents)
     return model
 
 
@@ -109,6 +109,15 @@ def packed(seed):
 
 @pytest.mark.parametrize(("kind", "dtype"), [*KINDS, *OTHER_DTYPES])
 def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(taped, kind, dtype):
+    assert_replays_change_nothing(kind, dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bloom", torch.bfloat16), ("qwen3", torch.float32)])
+def test_so_does_a_replayed_pass_with_varlen(taped, kind, dtype):
+    assert_replays_change_nothing(kind, dtype, DOCUMENTS)
+
+
+def assert_replays_change_nothing(kind, dtype, documents=None):
     """The recorder fails at an operation that waits. The gradients stay where they are."""
     config = AutoConfig.for_model(kind)
     for name, value in config.to_dict().items():
@@ -116,7 +125,7 @@ def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(ta
             setattr(config, name, 0.0)
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, precision=DTYPES[dtype])
-    model = fabric.setup(changed(small_copy(config, TASK, torch.float32), WIDTH).train())
+    model = fabric.setup(changed(small_copy(config, TASK, torch.float32), WIDTH, documents).train())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
     recorded, places, found = Graphs(torch.device("cpu")), [], {}
     for replays in (recorded, None):

@@ -2,7 +2,8 @@
 
 `build_model` gives a model this entry by its config, where transformers would use `sdpa`. The entry computes the same
 with kernels that need no mask wherever possible (`masks.py`). For packed rows it extends queries and keys by a few
-dimensions, which replace the mask (`packing.py`). transformers' own entries stay as they are.
+dimensions, which replace the mask (`packing.py`), or calls a kernel that takes documents (`varlen.py`). transformers'
+own entries stay as they are.
 """
 
 import inspect
@@ -15,12 +16,11 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from fabric_ladder.models.kernels import takes_groups
-from fabric_ladder.models.masks import PACKED_DIM, make_mask
+from fabric_ladder.models.kernels import MULTIPLE, takes_groups
+from fabric_ladder.models.masks import ENDS_DIM, PACKED_DIM, make_mask
 
 ATTENTION = "fabric_ladder_sdpa"
 OWN = re.compile(r'_attn_implementation (in \("eager", "sdpa"\)|== "sdpa"):')  # in the source of a model
-MULTIPLE = 8  # kernels want the width of a head to be a multiple of this
 
 
 def use_own_attention(model: nn.Module) -> None:
@@ -49,7 +49,7 @@ def add_dimensions(
     query is multiplied by the rest. 16-bit kernels apply any scale in 32-bit.
 
     Args:
-        query: (rows, heads, length, width).
+        query: (rows, heads, length, width), or with the length before the heads; then the new dimensions too.
         key: Like `query`, perhaps with fewer heads.
         value: Like `key`. Its new dimensions are at the end and hold no results.
         query_part: (rows, heads or 1, length, new), placed before the query.
@@ -76,12 +76,19 @@ def _attend(
     scaling: float | None = None,
     **options,
 ) -> tuple[Tensor, None]:
-    """Like transformers' `sdpa_attention_forward`; packed rows bring new dimensions in place of a mask."""
+    """Like transformers' `sdpa_attention_forward`; packed rows bring new dimensions or ends in place of a mask."""
     if attention_mask is None:
         return _attend_without_mask(module, query, key, value, scaling=scaling, **options)
-    if attention_mask.dim() != PACKED_DIM:
+    if attention_mask.dim() not in (PACKED_DIM, ENDS_DIM):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask.dim() == ENDS_DIM:
+        from fabric_ladder.models.varlen import attend_documents  # takes 0.3 s
+
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        return attend_documents(*heads, attention_mask, causal, scale), None
     query_part, key_part = attention_mask
     extended, kernel_scale = add_dimensions(query, key, value, query_part, key_part * power_of_two(scale), scale)
     attended, _ = _attend_without_mask(module, *extended, scaling=kernel_scale, **options)

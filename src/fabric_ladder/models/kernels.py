@@ -25,6 +25,7 @@ from torch import Tensor
 from fabric_ladder.environment import emulates
 
 TRUSTED = 91500  # PyTorch tries newer versions of cuDNN first
+MULTIPLE = 8  # kernels want the width of a head to be a multiple of this
 GAINING = (9, 10)  # compute capabilities, without their minor number
 _flash = True  # whether this process has a flash kernel for 16 bits; a CPU has one for all types
 

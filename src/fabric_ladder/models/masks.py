@@ -3,7 +3,7 @@
 transformers reads the mask's values from the device to find out whether the mask hides a token. This stalls the device
 in each forward pass. The loader declares the answer beforehand. Within `declare_padding` the function `make_mask` reads
 no values; elsewhere it is transformers' own `sdpa_mask`. Within `declare_rows` it returns dimensions that keep packed
-documents apart, in place of a mask (`attention.py`, `packing.py`).
+documents apart, or the places where documents end, in place of a mask (`attention.py`, `packing.py`).
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from fabric_ladder.models.kernels import computing_dtype
 DIGITS = 7  # binary digits of a document's number in its row
 QUERY_UNIT = 64.0  # factor of the query's dimensions
 KEY_UNIT = 4.0  # factor of the key's dimensions, which are also divided by the scale of the scores
-PACKED_DIM = 5  # tensor dimensions of `document_digits`; a mask has 2 or 4
+PACKED_DIM, ENDS_DIM = 5, 1  # tensor dimensions of `document_digits` and `document_ends`; a mask has 2 or 4
 _padded: bool | None = None  # None: not declared
-_rows: tuple[Tensor, int] | None = None  # positions of packed rows, and the largest number of tokens in a row
+_rows: tuple[Tensor, int, int | None] | None = None  # the arguments of `declare_rows`
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def declare_padding(padded: bool) -> Iterator[None]:
 
 
 @contextmanager
-def declare_rows(positions: Tensor, longest: int) -> Iterator[None]:
+def declare_rows(positions: Tensor, longest: int, documents: int | None = None) -> Iterator[None]:
     """Declare that the batches of this block are packed.
 
     transformers' own search for packed documents is switched off in this block, since it reads from the device.
@@ -48,9 +48,10 @@ def declare_rows(positions: Tensor, longest: int) -> Iterator[None]:
     Args:
         positions: (rows, length), which count from 0 in each document.
         longest: The largest number of tokens that a row may have.
+        documents: The most documents of all rows, padding included, if attention takes `document_ends`; None: digits.
     """
     global _rows
-    before, _rows = _rows, (positions, longest)
+    before, _rows = _rows, (positions, longest, documents)
     search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -61,12 +62,12 @@ def declare_rows(positions: Tensor, longest: int) -> Iterator[None]:
 
 
 def document_digits() -> Tensor | None:
-    """Return new dimensions for queries and keys, (2, rows, 1, length, 8); None if no rows are declared.
+    """Return new dimensions for queries and keys, (2, rows, 1, length, 8); None if no rows are declared to need them.
 
     They hold a constant and the document's number in binary digits, 1 and -1. Their dot product is 0 within a document.
     Between documents it is -2 `QUERY_UNIT` x `KEY_UNIT` for each digit that differs.
     """
-    if _rows is None:
+    if _rows is None or _rows[2]:
         return None
     number = (_rows[0] == 0).cumsum(-1)[:, None, :, None]
     digits = (number >> torch.arange(DIGITS, device=number.device)) % 2 * 2.0 - 1
@@ -74,6 +75,18 @@ def document_digits() -> Tensor | None:
     query_part = torch.cat([one * DIGITS, digits], -1)
     key_part = torch.cat([-one, digits], -1)
     return torch.stack([query_part * QUERY_UNIT, key_part * KEY_UNIT])
+
+
+def document_ends() -> Tensor | None:
+    """Return 0 and where each document ends in the flattened rows, (documents + 1,); None if rows have digits or none.
+
+    The last end is repeated in place of missing documents. So the shape depends on no value, and nothing waits.
+    """
+    if _rows is None or not _rows[2]:
+        return None
+    number = (_rows[0].flatten() == 0).cumsum(0)  # of each token's document, from 1 on
+    documents = torch.arange(_rows[2] + 1, device=number.device)
+    return torch.searchsorted(number, documents, right=True, out_int32=True)
 
 
 def make_mask(**options) -> Tensor | None:
@@ -87,6 +100,8 @@ def make_mask(**options) -> Tensor | None:
                 f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows[1]}; "
                 f"leave it out, or use --max_length {window}"
             )
+        if _rows[2]:
+            return document_ends()
         return document_digits().to(computing_dtype(options["device"].type, options["dtype"]))
     if _padded is None:
         return sdpa_mask(**options)

@@ -26,7 +26,7 @@ from fabric_ladder.models.configs import class_for, load_config
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
-ATTENTION = "aten::_scaled_dot_product_"  # the names of all attention kernels begin like this
+ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn")  # so begin the names of all attention kernels
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
 # Phi-MoE, for example, draws numbers in its router. A test runs each of these architectures.
 RANDOM_ONLY_IN_DROPOUT = frozenset(

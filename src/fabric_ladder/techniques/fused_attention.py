@@ -10,8 +10,8 @@ every device that has one. The new dimensions hold
 - in the key the high, middle and low 8 bits of the bias, which no 16-bit format and no tensor core in TF32 rounds;
 - in the query the high bits of its own bias, subtracted, so that the sums stay small where weights are large;
 - for a padded key a bias that leaves it no weight. So there is no mask, and no wait for the mask's values;
-- in packed rows, before all others, the digits that separate the documents (`masks.py: document_digits`). The bias
-  counts over the whole row, which changes nothing within a document.
+- in packed rows, before all others, the digits that separate the documents (`masks.py: document_digits`), unless the
+  kernel does (`varlen.py`). The bias counts over the whole row, which changes nothing within a document.
 
 transformers' registry of masks (`AttentionMaskInterface`) lets the model compute the new dimensions once per forward
 pass instead of a mask. The attention modules get another class.
@@ -27,9 +27,10 @@ from transformers.masking_utils import causal_mask_function, eager_mask
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
 
 from fabric_ladder.models.activations import fuse_gelu
-from fabric_ladder.models.attention import MULTIPLE, add_dimensions, power_of_two, use_own_attention
-from fabric_ladder.models.kernels import computing_dtype
-from fabric_ladder.models.masks import document_digits
+from fabric_ladder.models.attention import add_dimensions, power_of_two, use_own_attention
+from fabric_ladder.models.configs import load_config
+from fabric_ladder.models.kernels import MULTIPLE, computing_dtype
+from fabric_ladder.models.masks import document_digits, document_ends
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
@@ -60,7 +61,7 @@ class FusedBloomAttention(BloomAttention):
     """BLOOM's attention, with a fused kernel if it gets new dimensions instead of a mask."""
 
     def forward(
-        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor, **options
+        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | tuple, **options
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states (rows, tokens, width).
 
@@ -71,13 +72,20 @@ class FusedBloomAttention(BloomAttention):
             attention_mask: The result of `_new_dimensions`.
             **options: The other options of `BloomAttention.forward`.
         """
-        if attention_mask.dim() == 4:
+        if isinstance(attention_mask, Tensor):
             return super().forward(hidden_states, residual, alibi, attention_mask, **options)
         heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
+        dimensions, ends = attention_mask
+        new = dimensions[-int(heads.element_size() == 2)].expand(-1, len(heads), -1, -1, -1)
+        if ends is not None:
+            from fabric_ladder.models.varlen import attend_documents  # takes 0.3 s
+
+            extended, scale = add_dimensions(*heads.unbind(3), *new.transpose(2, 3), self.inv_norm_factor)
+            attended = attend_documents(*extended, ends, True, scale)[..., : self.head_dim].flatten(2)
+            return dropout_add(self.dense(attended), residual, self.hidden_dropout, self.training), None
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         if (cache := options.get("layer_past")) is not None:
             cache.update(key, value, self.layer_idx)  # it is empty, otherwise there is a 4-D mask
-        new = attention_mask[-int(key.element_size() == 2)].expand(-1, len(key), -1, -1, -1)
         (query, key, value), scale = add_dimensions(query, key, value, *new, self.inv_norm_factor)
         dropout = self.attention_dropout.p if self.training else 0.0
         attended = functional.scaled_dot_product_attention(
@@ -87,8 +95,8 @@ class FusedBloomAttention(BloomAttention):
         return dropout_add(self.dense(attended), residual, self.hidden_dropout, self.training), None
 
 
-def _new_dimensions(**options) -> Tensor:
-    """Return new dimensions (1 or 2, 2, rows, heads, tokens, new), or a 4-D mask where they do not suffice.
+def _new_dimensions(**options) -> Tensor | tuple[Tensor, Tensor | None]:
+    """Return new dimensions (1 or 2, 2, rows, heads, tokens, new) and `document_ends`; a 4-D mask if they do not do.
 
     The first index is 0 for 32 bits and more, and 1 for 16 bits, where the kernel scales the bias too. If the scale is
     a power of two, both are the same. The second index is 0 for queries and 1 for keys. Without padding there is one
@@ -117,7 +125,7 @@ def _new_dimensions(**options) -> Tensor:
     if (digits := document_digits()) is not None:
         digits = torch.stack([digits[0], digits[1] * unit]).expand(len(new), -1, -1, heads, -1, -1)
         new = torch.cat([digits, new.expand(*digits.shape[:-1], -1)], -1)
-    return new.to(computing_dtype(new.device.type, options["dtype"]))
+    return new.to(computing_dtype(new.device.type, options["dtype"])), document_ends()
 
 
 def _parts(values: Tensor) -> list[Tensor]:
@@ -140,7 +148,28 @@ class FusedAttention(Technique):
             "no kernel found to launch",  # memory-efficient attention, below compute capability 8.0
             "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager",
         ),
+        (
+            "only supports head dimension at most 256",
+            "--attention varlen: the heads of this model are too wide for its kernels; use --attention fused",
+        ),
     )
+
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        if settings.attention != "varlen":
+            return None
+        if not settings.packing:
+            return "it computes packed rows alone; add --packing true, or use --attention fused"
+        if settings.accelerator == "mps" or (capability and capability < (8, 0)):
+            return "its kernels need a CUDA GPU of compute capability 8.0 or above; use --attention fused"
+        if capability and "16" not in settings.precision:
+            return f"on a GPU it computes in 16 bits, and --precision is {settings.precision}; use --attention fused"
+        values = load_config(settings.model).to_dict()
+        if drawn := [name for name, value in values.items() if "att" in name and "drop" in name and value]:
+            return (
+                f"it has no dropout, and {settings.model} has some in attention ({drawn[0]} {values[drawn[0]]}); use "
+                "--attention fused, or set it to 0 in a copy of its config.json"
+            )
+        return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         fuse_attention(model)

@@ -10,6 +10,8 @@ All added numbers are small integers, exact in every floating-point format. They
 the kernel adds anything else. (CPU kernels add the last few tokens of a row in another order, with an error of 1e-4 in
 32-bit. Rows are therefore a multiple of 16 tokens long where `max_length` is.)
 
+With `--attention varlen` a kernel takes the places where documents end instead (`models/varlen.py`).
+
 This module is the model's part. `data/cutting.py` chooses which documents share a row; `data/loaders.py` joins them.
 
 `support_packing` wraps the model's `forward`. A classifier also gets hooks around its base model, so that its own head
@@ -26,7 +28,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import ModelOutput
 
 from fabric_ladder.models.configs import load_config
-from fabric_ladder.models.masks import declare_rows
+from fabric_ladder.models.masks import DIGITS, declare_rows
 from fabric_ladder.models.probe import facts_of, probe
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
@@ -38,7 +40,7 @@ TESTED = frozenset(
 )
 
 
-def support_packing(model: nn.Module, longest: int) -> None:
+def support_packing(model: nn.Module, longest: int, documents: int | None = None) -> None:
     """Let a model of transformers take packed batches; call it before the model is wrapped.
 
     The forward pass then takes `position_ids` (rows, length), which count from 0 in each document, in place of an
@@ -48,13 +50,14 @@ def support_packing(model: nn.Module, longest: int) -> None:
     Args:
         model: A language model, or a classifier of texts.
         longest: The largest number of tokens in a row.
+        documents: The most documents of a micro-batch in training, if a kernel takes their ends; None: by digits.
     """
     base = model.base_model
     base.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would wait for the device
     named = "position_ids" in inspect.signature(base.forward).parameters
     shift = _first_position(base) if named else None
     pooling = _Pooling(model, longest) if model.get_output_embeddings() is None else None
-    model.forward = partial(_forward, model.forward, pooling, shift, longest)
+    model.forward = partial(_forward, model.forward, pooling, shift, longest, documents)
 
 
 def _forward(
@@ -62,6 +65,7 @@ def _forward(
     pooling: "_Pooling | None",
     shift: int | None,
     longest: int,
+    documents: int | None,
     position_ids: Tensor | None = None,
     spans: Tensor | None = None,
     **inputs,
@@ -71,10 +75,19 @@ def _forward(
         return inner(**inputs)
     positions = {} if shift is None else {"position_ids": position_ids + shift}
     inputs = {name: value for name, value in inputs.items() if value is not None}  # PEFT passes every argument
-    with declare_rows(position_ids, longest):
+    with declare_rows(position_ids, longest, documents and _count(len(position_ids), spans, documents)):
         if spans is None:
             return inner(**inputs, **positions)
         return pooling.run(inner, {"input_ids": inputs.pop("input_ids"), **positions}, spans, inputs)
+
+
+def _count(rows: int, spans: Tensor | None, most: int) -> int:
+    """Return a number that the documents of packed rows do not exceed; the padding of each row is one."""
+    if spans is not None:
+        return len(spans) + rows
+    in_rows = rows * (2**DIGITS - 1)
+    # for each document a backward pass takes memory for 128 more tokens
+    return rows + (min(max(most, rows), in_rows) if torch.is_grad_enabled() else in_rows)
 
 
 def _first_position(base: nn.Module) -> int:
@@ -174,7 +187,7 @@ class Packing(Technique):
         return f"batch {settings.batch_size} packed, {rows} of up to {settings.max_length} tokens at once"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        support_packing(model, settings.max_length)
+        support_packing(model, settings.max_length, settings.batch_size if settings.attention == "varlen" else None)
         return model
 
 
