@@ -345,7 +345,10 @@ LADDER = (
     Row(
         "train_blocks",
         mechanism="freezing.Freezing",
-        conflicts={"lora": "adapters freeze all blocks by themselves; leave one of them out"},
+        conflicts={
+            "lora": "adapters freeze all blocks by themselves; leave one of them out",
+            "stream_layers": "streamed blocks are all trained, or have adapters; leave one of them out",
+        },
     ),
     Row(
         "block_steps",
