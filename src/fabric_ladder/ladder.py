@@ -422,6 +422,13 @@ LADDER = (
         ),
     ),
     Row(
+        "",
+        "29_streamed_training",
+        group="weights",
+        title="all weights trained in CPU memory, two blocks on the GPU",
+        tries=(Step(None, "keeps the inputs of blocks in CPU memory", ("--activation_offload", "true")),),
+    ),
+    Row(
         "float8",
         "22_float8",
         group="time",
