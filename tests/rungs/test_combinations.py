@@ -56,7 +56,8 @@ TECHNIQUES = {
     "LoRA in 16 bits": "--lora true --precision bf16-true",
     "4-bit LoRA": "--lora true --quantization nf4",
     "LoRA, streamed layers": "--lora true --stream_layers true",
-    "streamed training": "--stream_layers true --step_in_backward true --optimizer_offload true --precision bf16-true",
+    "streamed training": "--stream_layers true --optimizer_offload true --step_in_backward true --batch_size 1 "
+    "--precision bf16-true",
     "instruction tuning": INSTRUCTIONS,
     "packing": "--packing true --max_length 512",
     "packing, instructions": f"{INSTRUCTIONS} --packing true",
