@@ -254,7 +254,7 @@ ON_A_T4 = {
     "10": ("32-true", "32-true in place of mixed precision, since FSDP2 cannot scale the loss"),
     "13": ("16-mixed", "16-mixed in place of bf16-true: frozen matrices in float16, adapters in 32-bit"),
 }
-ON_A_T4 |= dict.fromkeys("6 7 8 16 17 18 19 20 21 23 25 26 28".split(), ON_A_T4["5"])
+ON_A_T4 |= dict.fromkeys("6 7 8 16 17 18 19 20 21 23 25 26 28 29".split(), ON_A_T4["5"])
 ON_A_T4 |= {"11": ON_A_T4["10"], "14": ON_A_T4["13"], "24": ON_A_T4["13"]}
 
 

@@ -650,6 +650,22 @@ def memory_budget(figure: Figure, look: Look) -> None:
     axes[0].set_ylabel("GB")
 
 
+@picture("29_streamed_training", 2.9)
+def streamed_training(figure: Figure, look: Look) -> None:
+    """Weights come, gradients go, and the CPU steps."""
+    legend = ["weights", "gradients", "optimizer state"]
+    axes = canvas(figure, look, "sketch · 4 blocks, not to scale", 12.3, 4.5, legend=legend)
+    axes.set_xlim(-1.95, 12.4)
+    tasks = []
+    for block in range(4):
+        start, text = 9.2 - 1.5 * block, f"{block}"
+        tasks += [("bus to GPU", block, 0.6, "weights", text), ("GPU", 0.7 + block, 0.95, "line", f"fwd {block}")]
+        tasks += [("GPU", start, 1.45, "line", f"bwd {block}"), ("bus to CPU", start + 1.5, 0.6, "gradients", text)]
+        tasks += [("CPU", start + 2.1, 1.0, "optimizer state", f"step {block}")]
+    tasks += [("bus to GPU", 6.2, 0.6, "weights", "1"), ("bus to GPU", 7.7, 0.6, "weights", "0")]
+    lanes(axes, look, ["bus to GPU", "GPU", "bus to CPU", "CPU"], tasks)
+
+
 @picture("micro_batches", 3.2)
 def micro_batches(figure: Figure, look: Look) -> None:
     """One effective batch, three cuts."""

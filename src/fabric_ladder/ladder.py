@@ -345,7 +345,10 @@ LADDER = (
     Row(
         "train_blocks",
         mechanism="freezing.Freezing",
-        conflicts={"lora": "adapters freeze all blocks by themselves; leave one of them out"},
+        conflicts={
+            "lora": "adapters freeze all blocks by themselves; leave one of them out",
+            "stream_layers": "streamed blocks are all trained, or have adapters; leave one of them out",
+        },
     ),
     Row(
         "block_steps",
@@ -417,6 +420,13 @@ LADDER = (
         tries=(
             Step(None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")),
         ),
+    ),
+    Row(
+        "",
+        "29_streamed_training",
+        group="weights",
+        title="all weights trained in CPU memory, two blocks on the GPU",
+        tries=(Step(None, "keeps the inputs of blocks in CPU memory", ("--activation_offload", "true")),),
     ),
     Row(
         "float8",

@@ -524,9 +524,9 @@ class Settings(DataSettings):
     )
     stream_layers: bool = memory_setting(
         False,
-        "Keep the frozen blocks in CPU memory, and copy each to the device one block ahead of its use.",
+        "Keep the blocks in CPU memory, and copy each to the device one block ahead of its use: frozen blocks with "
+        "`lora`, trained ones with `step_in_backward` and `optimizer_offload`.",
         free_on_resume=True,
-        needs="lora",
         aliases={"true": "layer_offloading block_swap blocks_to_swap"},
     )
     loss_chunk: int = memory_setting(

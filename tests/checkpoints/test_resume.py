@@ -159,6 +159,7 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
     [
         ("13_lora", ()),
         ("18_low_bit_optimizer", ("--optimizer", "adam-4bit")),
+        ("29_streamed_training", ()),
         # an evaluation has no backward pass, after which FSDP would free the gathered embedding and head
         pytest.param("10_fsdp", ("--devices", 1, "--epochs", 2, "--save_every", 100), marks=SLOW),
         pytest.param("2_grad_accum", ("--train_blocks", "none", "--optimizer", "adafactor"), marks=SLOW),

@@ -21,7 +21,7 @@ PLAIN = SRC / "plain"
 BUILD = runpy.run_path(str(ROOT / "notebooks" / "build.py"))
 NAMES = [rung.stem for rung in RUNGS]
 SEVERAL_GPUS = (9, 10, 11, 12)  # their peaks depend on the number of GPUs
-WIDE = (10, 11, 12, 13, 14, 15, 17, 19, 25, 27, 28)  # techniques that need up to 25 lines, the others 15
+WIDE = (10, 11, 12, 13, 14, 15, 17, 19, 25, 27, 28, 29)  # techniques that need up to 25 lines, the others 15
 
 
 def number(name):

@@ -45,6 +45,7 @@ CASES |= dict.fromkeys(SHARED, ((*EAGER, *ONE_BY_ONE), {"DEVICES": 1}, 0))
 CASES |= {
     "1_batch_size_1": ((*EAGER, "--batch_size", "1"), {}, 0),
     "17_step_in_backward": (EAGER, {}, 0),
+    "29_streamed_training": ((*EAGER, "--kahan_summation", "false"), {}, 0),  # the plain script has none
     "3_torch_compile": ((*EAGER, *ONE_BY_ONE), {}, 1e-3),  # fused kernels round differently
     "6_lean_optimizer": ((*EAGER, *ONE_BY_ONE, "--learning_rate", "3e-2"), {"LEARNING_RATE": 3e-2}, 0),
     "13_lora": (NO_DROPOUT, {"DROPOUT": 0.0}, 0),
@@ -101,6 +102,7 @@ CUT = {
     "1_batch_size_1": "1 = 1 x 1",
     "15_packing": "10 packed, 1 row of up to 1024 tokens at once",
     "17_step_in_backward": "4 = 1 x 4",
+    "29_streamed_training": "4 = 1 x 4",
 }
 NOTICE = {"22_float8": "--float8 on a CPU: ", "27_cuda_graphs": "--cuda_graphs on cpu: "}
 NOTICE["28_memory_budget"] = "Memory budget: auto is that of a GPU, so no block is recomputed"

@@ -30,9 +30,8 @@ def attempt(script: str, settings: list[str]) -> str | None:
     with tempfile.TemporaryDirectory() as runs:
         model = Path(runs) / "model.json"
         model.write_text(json.dumps(MODEL))
-        cut = not {"--micro_batch_tokens", "--step_in_backward"} & {*settings} and not Path(script).stem.startswith(
-            "17_"
-        )
+        one_pass = Path(script).stem.startswith(("17_", "29_"))
+        cut = not {"--micro_batch_tokens", "--step_in_backward"} & {*settings} and not one_pass
         small = SMALL if cut else SMALL[:-2]  # the other rungs set their own micro-batch
         sys.argv = [script, *small, "--model", str(model), "--max_length", "32", *settings, "--runs_dir", runs]
         stdout = io.StringIO()

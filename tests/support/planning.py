@@ -119,7 +119,7 @@ def tracked_peak(settings, micro_batches, **options):
                     tracker.hold(tensor, "host" if parked else "optimizer_state")
             tracker.forget_peak()
             with tracker.at("training", gathering=settings.strategy == "fsdp"):
-                accumulate_gradients(fabric, model, list(map(real, micro_batches)), Meter(fabric))
+                accumulate_gradients(fabric, model, list(map(real, micro_batches)), Meter(fabric), optimizer=optimizer)
             with tracker.at("optimizer", on_host=parked):
                 optimizer.step()
                 forget_gradients(fabric, optimizer)

@@ -61,13 +61,13 @@ def full_pass(settings: Settings) -> int:
 
     Every pass launches its kernels (`FULL_PASS`). Sharded and offloaded weights also cross a link in every pass, while
     the GPU computes. For N weights the transfer takes N * bytes / LINK, and the computation N * FLOPs * tokens / SPEED.
-    So the tokens that hide the transfer do not depend on N. Checkpointing repeats launches and FLOPs alike. Streamed
+    So the tokens that hide the transfer do not depend on N. Checkpointing repeats launches and FLOPs alike. Frozen
     weights have no gradient of their own.
     """
     techniques = used(settings)
     moved = sum(technique.bytes_per_pass(settings) for technique in techniques)
     flops = 8 if any(technique.recomputes for technique in techniques) else 6  # per weight and token
-    flops -= 2 * settings.stream_layers
+    flops -= 2 * (settings.stream_layers and settings.lora)
     return max(FULL_PASS, round(moved / LINK * SPEED / flops))
 
 

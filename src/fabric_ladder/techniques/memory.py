@@ -71,8 +71,8 @@ class Counts(NamedTuple):
         trained: The trained weights.
         largest_layer: Weights of the largest module, its submodules not counted.
         linear: Weights of frozen linear layers, which 4-bit quantization packs.
-        in_blocks: Frozen weights of the blocks, which can be streamed.
-        linear_in_blocks: The weights of linear layers among them.
+        in_blocks: Weights of the blocks that can be streamed.
+        linear_in_blocks: The weights of frozen linear layers among them.
         largest_block: The weights of the largest block among them.
     """
 
@@ -116,14 +116,15 @@ def frozen_linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 
 def streamed_weights(model: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
-    """Return the frozen weights of each block by name, without weights that another module has too."""
+    """Return the weights of each block by name, without adapters and weights that another module has too."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    adapters = hasattr(model, "peft_config")
     uses = Counter(id(weight) for module in modules for weight in module.parameters(recurse=False))
     return {
         block: {
             name: weight
             for name, weight in block.named_parameters()
-            if not weight.requires_grad and uses[id(weight)] == 1
+            if uses[id(weight)] == 1 and not (adapters and weight.requires_grad)
         }
         for block in find_blocks(model)
     }

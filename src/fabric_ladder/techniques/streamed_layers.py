@@ -1,4 +1,7 @@
-"""Streamed layers: the frozen weights of the blocks are in CPU memory, and on the device while a block computes.
+"""Streamed layers: the weights of the blocks are in CPU memory, and on the device while a block computes.
+
+With adapters these are the frozen weights. Without adapters all weights are trained: `WeightSteps` steps them in CPU
+memory, as soon as the backward pass has a gradient (as MegaTrain does, 2026, arXiv:2604.05091).
 
 The device has two buffers. Block N is always copied into buffer N % 2, and its weights are fixed views of that buffer.
 So tensors that autograd has saved are right again whenever the block is back. ZeRO-Infinity overlaps such copies with
@@ -7,7 +10,7 @@ the computation (Rajbhandari et al., 2021, arXiv:2104.07857).
 On CUDA a separate stream copies the next block while a block computes: the block after it in the forward pass, the
 block before it in the backward pass. A copy waits for the computations that were started before it, since they may read
 its buffer, and a block waits for its copy. So the passes of one step, and of two steps, need no other order. A backward
-pass ends with the blocks that the next forward pass begins with.
+pass ends with the blocks that the next forward pass begins with, and a block that was stepped is copied again.
 
 The gradient of a block's output brings the block back, before any recomputation: transformers checkpoints inside a
 block's forward pass, so the recomputation calls no hook of the block. A block's gradients of its inputs need all of its
@@ -41,19 +44,19 @@ class _Buffers(NamedTuple):
         host: The weights of each block in CPU memory, as bytes.
         device: The two buffers.
         copying: The stream of the copies; None: they are made immediately.
-        held: The block in each buffer.
+        held: The block in each buffer, and the version of its weights in CPU memory.
         done: The end of the copy into each buffer.
     """
 
     host: list[Tensor]
     device: list[Tensor]
     copying: torch.cuda.Stream | None
-    held: list[int | None]
+    held: list[tuple[int, int] | None]
     done: list[torch.cuda.Event | None]
 
 
 class BlockStream:
-    """Brings the frozen weights of blocks to the device, one block ahead of the computation.
+    """Brings the weights of blocks to the device, one block ahead of the computation.
 
     The buffers are made at the first use, when Fabric has converted the weights and chosen the device.
 
@@ -98,10 +101,10 @@ class BlockStream:
     def _load(self, number: int) -> None:
         """Start to copy a block into its buffer, unless it is there."""
         buffers, place = self._buffers, number % 2
-        if buffers.held[place] == number:
-            return
-        buffers.held[place] = number
         source = buffers.host[number]
+        if buffers.held[place] == (number, source._version):  # otherwise steps or a checkpoint have changed it
+            return
+        buffers.held[place] = number, source._version
         target = buffers.device[place][: len(source)]
         if buffers.copying is None:
             target.copy_(source)
@@ -126,6 +129,7 @@ class BlockStream:
             host.append(_host_bytes(size, on_cuda))
             for view, weight in zip(_views(block, host[-1]), block, strict=True):
                 view.copy_(weight)
+                weight.streamed_from = view
             _give_views(block, host[-1])
         for number, block in enumerate(self._blocks):
             _give_views(block, device[number % 2])
@@ -173,13 +177,13 @@ def _give_views(block: list[nn.Parameter], memory: Tensor) -> None:
 
 
 def stream_blocks(model: nn.Module) -> BlockStream:
-    """Keep the frozen weights of the model's blocks in CPU memory, in place; return their stream.
+    """Keep the weights of the model's blocks in CPU memory, in place; return their stream. Adapters stay on the device.
 
     Weights that a block shares with another module stay on the device. So do buffers, and the constants that unpack
     4-bit weights.
 
     Args:
-        model: A model in CPU memory with adapters, before Fabric sets it up.
+        model: A model in CPU memory, before Fabric sets it up.
     """
     blocks = streamed_weights(model)
     stream = BlockStream([list(weights.values()) for weights in blocks.values()])
@@ -220,13 +224,20 @@ def _apply(block: nn.Module, stream: BlockStream, streamed: set[int], function, 
 
 
 class StreamedLayers(Technique):
-    """Keep the frozen weights of the blocks in CPU memory."""
+    """Keep the weights of the blocks in CPU memory."""
 
     refused_on_mps = "--stream_layers true, since Apple's GPUs share the CPU's memory: leave it out"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if settings.ranks > 1:
             return "only on one device; use --devices 1, or src/10_fsdp.py --lora true, which shards the weights"
+        if not settings.lora and not (settings.step_in_backward and settings.optimizer_offload):
+            return (
+                "add --lora true; or train all weights with --step_in_backward true and --optimizer_offload true, as "
+                "src/29_streamed_training.py does"
+            )
+        if not settings.lora and settings.precision.endswith("mixed"):
+            return "mixed precision keeps a 16-bit copy of all weights on the device; use --precision bf16-true"
         model = meta_model(settings)
         if not find_blocks(model):
             return f"transformers marks no blocks in {model.config.model_type}; leave it out"
@@ -240,10 +251,14 @@ class StreamedLayers(Technique):
         return replace(settings, stream_layers=False)
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
-        """Move the frozen weights of the blocks to CPU memory, except two buffers of a block's size."""
+        """Move the weights of the blocks to CPU memory, except two buffers of a block's size.
+
+        `OptimizerOffload` has counted trained weights there.
+        """
         streamed = _streamed_bytes(counts, settings)
         buffers = 2 * streamed * counts.largest_block / max(1, counts.in_blocks)
-        return peak._replace(parameters=peak.parameters - round(streamed - buffers), host=peak.host + round(streamed))
+        host = peak.host + round(streamed) * settings.lora
+        return peak._replace(parameters=peak.parameters - round(streamed - buffers), host=host)
 
     def bytes_per_pass(self, settings: Settings) -> int:
         """Return the bytes of weights that come to the device in the forward and in the backward pass."""
@@ -256,6 +271,6 @@ def _linear_bytes(settings: Settings) -> float:
 
 
 def _streamed_bytes(counts: Counts, settings: Settings) -> float:
-    """Return the bytes of the frozen weights in blocks."""
+    """Return the bytes of the streamed weights."""
     others = (counts.in_blocks - counts.linear_in_blocks) * bytes_of_weight(settings)
     return counts.linear_in_blocks * _linear_bytes(settings) + others

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.checkpointing import host_memory
 from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight
 from fabric_ladder.techniques.technique import Technique
 
@@ -24,6 +26,9 @@ class WeightSteps(Optimizer):
     updated weights back, on CUDA through pinned memory and with one stream for each direction. A thread computes the
     steps while the device continues the backward pass. Before the device sends a gradient it waits until the previous
     one has been copied, so that it never holds more than two.
+
+    A weight of a streamed block is in CPU memory anyway. It is stepped there, and comes to the device with its block.
+    All steps are done before the next pass. Waiting block by block would gain nothing: the first block is stepped last.
 
     Attributes:
         offloads: Step on the CPU.
@@ -97,10 +102,7 @@ class WeightSteps(Optimizer):
 
     def _send(self, parameter: nn.Parameter) -> None:
         """Copy a gradient to CPU memory and free it; the worker then updates the weight."""
-        if self._versions.get(parameter) != parameter._version:  # the first step, or a checkpoint was read since
-            if parameter not in self._host:
-                self._host[parameter] = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-            self._host[parameter].copy_(parameter)
+        host = self._on_host(parameter)
         gradient, parameter.grad, arrived = parameter.grad, None, None
         if parameter.is_cuda:
             computing = torch.cuda.current_stream(parameter.device)
@@ -113,7 +115,18 @@ class WeightSteps(Optimizer):
             self._sending = gradient, arrived
         else:
             sent = gradient.cpu()
-        self._pending.append(self._worker.submit(self._step_on_host, parameter, sent, arrived))
+        self._pending.append(self._worker.submit(self._step_on_host, parameter, host, sent, arrived))
+
+    def _on_host(self, parameter: nn.Parameter) -> Tensor:
+        """Return the weight in CPU memory: that of a streamed block, or a copy."""
+        if (streamed := getattr(parameter, "streamed_from", None)) is not None:
+            return streamed
+        if self._versions.get(parameter) != parameter._version:  # the first step, or a checkpoint was read since
+            if parameter not in self._host:
+                with host_memory():
+                    self._host[parameter] = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            self._host[parameter].copy_(parameter)
+        return self._host[parameter]
 
     def _free_sent(self, computing: torch.cuda.Stream) -> None:
         """Free the gradient that was sent last, once it is copied; `record_stream` would free it too late."""
@@ -122,18 +135,23 @@ class WeightSteps(Optimizer):
             self._sending = None
 
     @torch.no_grad()
-    def _step_on_host(self, parameter: nn.Parameter, gradient: Tensor, arrived: torch.cuda.Event | None) -> None:
+    def _step_on_host(
+        self, parameter: nn.Parameter, host: Tensor, gradient: Tensor, arrived: torch.cuda.Event | None
+    ) -> None:
         if arrived:
             arrived.synchronize()
-        weight, parameter.data = parameter.data, self._host[parameter]  # so the state is the parameter's own
+        weight, parameter.data = parameter.data, host  # so the state is the parameter's own
         parameter.grad = gradient
         try:
             self._step_one(parameter)
         finally:
             parameter.grad, parameter.data = None, weight
+        if parameter not in self._host:
+            increment_version(host)  # so `BlockStream` copies the block again
+            return
         self._versions[parameter] = parameter._version
         with torch.cuda.stream(self._streams[1]) if arrived else nullcontext():
-            weight.copy_(self._host[parameter], non_blocking=True)
+            weight.copy_(host, non_blocking=True)
 
     def _finish(self) -> None:
         """Wait for the steps on the CPU; the device waits for the updated weights."""
