@@ -242,7 +242,11 @@ LADDER = (
                 of_state=True,
                 when=lambda settings: "bit" in settings.optimizer,
             ),
-            WEIGHTS_ON_HOST,
+            Step(
+                "29_streamed_training",
+                "keeps the weights of the blocks in CPU memory",
+                replaces=("stream_layers", "optimizer_offload"),
+            ),
         ),
     ),
     Row(
