@@ -87,6 +87,8 @@ ROWS = (  # rung, options, technique in words, whether it suits a GPU that only 
     ("18_low_bit_optimizer", (), "8-bit Adam", False),
     ("18_low_bit_optimizer", CHECKPOINTING, "8-bit Adam, checkpointing", False),
     ("19_optimizer_offload", CHECKPOINTING, "Optimizer in CPU memory, checkpointing", False),
+    ("26_stateless", CHECKPOINTING, "bfloat16 with SinkGD, checkpointing", False),
+    ("29_streamed_training", (), "Blocks and optimizer in CPU memory, checkpointing", False),
 )
 
 
@@ -138,7 +140,7 @@ def read_rows(task: str) -> dict[tuple[int, int], Candidate]:
     for number, (rung, options, *_) in enumerate(ROWS):
         for size in (1, 2, 16):
             sizes = ["--micro_batch_size", str(size), "--batch_size", str(effective_batch(size))]
-            if rung.startswith("17_"):
+            if rung.startswith(("17_", "29_")):  # the effective batch is one pass
                 sizes = ["--batch_size", str(size)]
             words = ["--model", str(find_shipped_config(name)), "--max_length", str(lengths[0] or 1024), *sizes]
             [found[number, size]], _ = read_candidates([(rung, options)], [*words, "--task", task], 1)

@@ -63,7 +63,7 @@
     if (question.task === "text-classification") words.push("--dataset", "texts.csv");
     if (question.task === "image-classification") words.push("--dataset", "photos/");
     else words.push("--max_length", question.length);
-    const whole = rung.startsWith("17_"); // the effective batch is one micro-batch
+    const whole = /^(17|29)_/.test(rung); // the effective batch is one micro-batch
     if (!whole) words.push("--micro_batch_size", question.batch);
     if (whole || question.batch === 16) words.push("--batch_size", whole ? question.batch : 32);
     return options ? `${words.join(" ")} ${options}` : words.join(" ");
