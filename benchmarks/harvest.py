@@ -75,6 +75,7 @@ FIRST = (
     "4_mixed_precision", ONE_PASS, "ceilings", "calibration",
 )  # fmt: skip
 VARIANTS = {  # further runs of a rung
+    "3_torch_compile, packed": "--packing true --micro_batch_size 16",
     "5_low_precision, one sample": "--micro_batch_size 1",
     "5_low_precision, compiled": "--compile true",
     "5_low_precision, graphs": "--cuda_graphs true",
@@ -87,7 +88,6 @@ VARIANTS = {  # further runs of a rung
     "22_float8, not compiled": "--compile false",
 }
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits
-
 
 CLAIMS = (  # large models with little memory: rung, model and options; the README and docs/gpu.md name the results
     ("24_streamed_layers", "llama-3.1-8b", "--quantization nf4 --max_length 512 --gpu_memory_limit 4GiB"),

@@ -32,6 +32,14 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric):
     assert sum(micro_batch.items for micro_batch in test_loader) == 13
 
 
+def test_ranks_on_gpus_of_different_kinds_cut_alike(tmp_path, fabric, monkeypatch):
+    found = []
+    monkeypatch.setattr(fabric, "all_reduce", lambda price, reduce_op: found.append((int(price), reduce_op)) or 512)
+    loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path))
+    assert loader.sampler.settings.full_pass == 512
+    assert found == [(settings_for(tmp_path).full_pass, "min")]
+
+
 def test_a_packed_micro_batch_joins_its_samples(tmp_path):
     datasets = token_datasets(per_token=True)
     settings = settings_for(tmp_path, task="instruction-tuning", packing=True, pad_to_multiple_of=8)
