@@ -317,7 +317,10 @@ def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
 
 # Switches that a CUDA GPU turns on
 
-TURNED_ON = {"17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile"}
+TURNED_ON = {
+    "17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile",
+    "29_streamed_training": "packing",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fast", [True, False])
