@@ -75,6 +75,7 @@ FIRST = (
     "4_mixed_precision", ONE_PASS, "ceilings", "calibration",
 )  # fmt: skip
 VARIANTS = {  # further runs of a rung
+    "3_torch_compile, packed": "--packing true --micro_batch_size 16",
     "5_low_precision, one sample": "--micro_batch_size 1",
     "5_low_precision, compiled": "--compile true",
     "5_low_precision, graphs": "--cuda_graphs true",
@@ -87,7 +88,6 @@ VARIANTS = {  # further runs of a rung
     "22_float8, not compiled": "--compile false",
 }
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits
-
 
 CLAIMS = (  # large models with little memory: rung, model and options; the README and docs/gpu.md name the results
     ("24_streamed_layers", "llama-3.1-8b", "--quantization nf4 --max_length 512 --gpu_memory_limit 4GiB"),
@@ -436,6 +436,11 @@ TABLES = {  # header and row
         "{name} | {precision} | {samples_per_second:,.1f} | {late_samples_per_second:,.1f} | "
         "{tokens_per_second:,.0f} | {mfu:.1%} | " + SIZES[1],
     ),
+    "summary": (
+        "BLOOM-560m | precision | reviews/s at the end | over 1,024 reviews | peak, GB | reserved, GB",
+        "{name} | {precision} | {late_samples_per_second:,.0f} | {samples_per_second:,.0f} | {measured:.1f} | "
+        "{reserved:.1f}",
+    ),
     "profile": ("kernel | share | ms | calls", "`{name:.60}` | {share:.1%} | {ms:.0f} | {calls}"),
     "memory": (f"full samples | {SIZES[0]}", "{name} | " + SIZES[1]),
     "claims": (
@@ -472,7 +477,7 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
             more = {"late_tokens": rate, "host": run["peak_host_memory_bytes"] / 1e9}
             found["claims"].append(row | more | {"name": name.removeprefix("claim: ")})
         elif "late_samples_per_second" in run:
-            found["speeds"].append(row)
+            found["speeds"].append(row | {"reserved": run.get("peak_reserved_bytes", 0) / 1e9 or None})
         elif "passed" in run:
             found["checks"].append(row | {"result": "passed" if run["passed"] else "**failed**"})
         for kernel in run.get("rows", []):
@@ -483,6 +488,7 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
             for way, side in run["figures"].items() if isinstance(run, dict) else ():
                 figure = {"name": f"{entry}, {part.partition(', ')[2]}: {way}", "ms": side["seconds"] * 1e3}
                 found["vocabulary"].append(figure | {"peak": side["peak_bytes"] / 1e9})
+    found["summary"] = sorted(found["speeds"], key=lambda run: -run["late_samples_per_second"])
     found["profile"] = figures.get("profile", {}).get("top", [])
     return found
 
@@ -506,14 +512,6 @@ def tables(content: dict) -> dict[str, list[str]]:
     figures = {name: record["figures"] for name, record in content["entries"].items() if "figures" in record}
     figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
     rows = rows_of(figures)
-    mixed = [run for run in rows["speeds"] if run["precision"].endswith("mixed")]
-    plain = ("Trainer, bf16-mixed", "Trainer, 16-mixed")
-    rates = [f"{run['late_samples_per_second']:,.0f} with {run['measured']:.1f} GB ({run['name']}"
-             f"{', without torch.compile' if run['name'] in plain else ''})"
-             for run in sorted(mixed, key=lambda run: -run["late_samples_per_second"])]  # fmt: skip
-    conditions = f"on one {content['machine']['hardware']['gpu']}, at the end of the training"
-    summary = [f"Reviews/s of BLOOM-560m in mixed precision {conditions}: {', '.join(rates)}; "
-               "[conditions](docs/gpu.md#speed)."] if rates else []  # fmt: skip
     overhead = []
     if "ceilings" in figures:
         copied, computed = figures["ceilings"]["copy_bytes_per_second"], figures["ceilings"]["product_flops"]
@@ -523,7 +521,7 @@ def tables(content: dict) -> dict[str, list[str]]:
         sizes = f"CUDA context {each['context'] / 1e9:.2f} GB, cuBLAS workspace {each['workspace'] / 1e9:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
     made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
-    return {"status": [status_of(content)], "summary": summary, "machine": overhead} | made
+    return {"status": [status_of(content)], "machine": overhead} | made
 
 
 def fill_pages(path: Path, check: bool = False) -> list[Path]:

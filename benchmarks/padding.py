@@ -117,7 +117,7 @@ def count_tokens(folder: Path) -> dict:
 
 def count(settings: Settings, strategy: dict, datasets: TextDatasets) -> dict[str, float]:
     """Return padding, passes and shapes of an epoch's micro-batches, as a GPU would get them with a strategy."""
-    settings = replace(settings, full_pass=full_pass(replace(settings, **strategy)))
+    settings = replace(settings, full_pass=full_pass(replace(settings, **strategy), None))
     fabric = Fabric(accelerator="cpu", devices=1)
     batches = list(build_dataloaders(fabric, datasets, settings)[0])
     parts = [part for batch in batches for part in batch.micro_batches]

@@ -82,7 +82,7 @@ def measured() -> list[str]:
         peak = gigabytes(rung.stem)
         to_parent = f"{change(peak, gigabytes(below.stem))} ({number(below)})"
         rows.append([*_links(rung.stem), f"{peak:.2f}", to_parent, accuracy(rung)])
-    return _table(["rung", "technique", "GB", "to its parent", "accuracy, %"], rows, 2)
+    return _table(["rung", "technique", "GB", "change from (rung)", "accuracy, %"], rows, 2)
 
 
 def ladder() -> list[str]:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,9 +14,12 @@ from support.helpers import CONFIGS, MODELS, RUNGS
 from fabric_ladder import Settings, UserError, parse_settings
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import resolve
+from fabric_ladder.data.cutting import cut_by
 from fabric_ladder.errors import Checked
 from fabric_ladder.models import cpu_bfloat16
 from fabric_ladder.options import NAMES
+from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.planning.gpus import find_gpu
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
 from fabric_ladder.techniques.advice import explain
@@ -114,6 +118,21 @@ def test_without_a_gpu_the_quickstart_runs_and_a_notice_names_it():
     settings = parse_settings(["--config", "imdb_minilm.yaml", *BLOOM])
     assert (settings.config, settings.notices) == (str(CONFIGS / "imdb_minilm.yaml"), ())
     assert (settings.dataset, settings.max_length, settings.train_samples) == ("imdb", 256, 2000)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "tokens"), [("A100 80GB", (8, 0), 1024), ("H100", (9, 0), 2048), ("B200", (10, 0), 1024)]
+)
+def test_a_plan_cuts_as_a_run_on_the_same_gpu(gpu, name, capability, tokens):
+    gpu(*capability)
+    rows, lengths, items = np.arange(16), np.arange(10, 330, 20), np.ones(16)
+    for rung, strategy, price in (("4_mixed_precision", "single", tokens), ("10_fsdp", "fsdp", 5333)):
+        run = parse_settings([*BLOOM, "--accelerator", "cuda"], strategy=strategy)
+        plan = read_settings(rung, BLOOM, gpu=find_gpu(name))
+        assert run.full_pass == plan.full_pass == price, "the tokens that a pass costs at least"
+        for settings in (run, plan):
+            (parts,) = cut_by(settings, rows, lengths, items, 1, tokens=16_384)
+            assert len(parts) == {1024: 3, 2048: 2, 5333: 1}[price]
 
 
 def test_with_a_gpu_the_defaults_in_code_are_used(gpu):
@@ -298,7 +317,10 @@ def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
 
 # Switches that a CUDA GPU turns on
 
-TURNED_ON = {"17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile"}
+TURNED_ON = {
+    "17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile",
+    "29_streamed_training": "packing",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fast", [True, False])

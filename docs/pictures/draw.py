@@ -83,9 +83,12 @@ def lengths() -> list[int]:
 # Pictures
 
 
-@picture("readme", 3.6)
+ONE_PASS = "--micro_batch_size 16"
+
+
+@picture("readme", 3.8)
 def measured_peaks(figure: Figure, look: Look) -> None:
-    """BLOOM-560m on one H100: peak memory, technique by technique."""
+    """BLOOM-560m on one H100: peak memory of a step with 16 texts."""
     names = {
         "2_grad_accum": "2 gradient accumulation", "4_mixed_precision": "4 mixed precision",
         "16_bf16_that_learns": "16 bfloat16, Kahan sum", "18_low_bit_optimizer": "18 Adam in 8 bits",
@@ -94,14 +97,22 @@ def measured_peaks(figure: Figure, look: Look) -> None:
     }  # fmt: skip
     measured = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["entries"]
     found = [measured[f"memory: bloom-560m, {rung}"]["figures"] for rung in names]
-    source = "measured · one text of 1,024 tokens at a time, effective batch 16"
-    [axes] = panels(figure, look, source, left=2.0)
-    rows = {name: {"weights": each["peak_memory_bytes"] / GB} for name, each in zip(names.values(), found, strict=True)}
+    source = "measured, one text of 1,024 tokens at a time; the first bar is predicted"
+    [axes] = panels(figure, look, source, left=2.1)
+    rows = {
+        "all 16 texts in one pass": {"activations": sum(predicted("bloom-560m", "2_grad_accum", ONE_PASS).values())}
+    }
+    rows |= {
+        name: {"weights": each["peak_memory_bytes"] / GB} for name, each in zip(names.values(), found, strict=True)
+    }
     bars(axes, look, rows, "{:.2f} GB")
     predictions = [each["predicted_peak_bytes"] / GB for each in found]
-    axes.plot(predictions, range(len(found)), "|", color=look["ink"], markersize=17, label="predicted before the run")
-    axes.legend(frameon=False, loc="lower right")
-    axes.set(xlim=(0, 12.5), xlabel="GB")
+    places = range(1, len(rows))
+    axes.plot(predictions, places, "|", color=look["ink"], markersize=14, label="predicted")
+    axes.axvline(24, color=look["soft"], linestyle=":", linewidth=1, zorder=0)
+    axes.annotate("24 GB card", (24, len(rows) - 0.6), (3, 0), textcoords="offset points", color=look["soft"])
+    axes.legend(frameon=False, loc="center right")
+    axes.set(xlim=(0, 42), xlabel="GB")
 
 
 @picture("readme_losses", 2.9)

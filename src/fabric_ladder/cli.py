@@ -215,7 +215,7 @@ def resolve(
         micro_batch_tokens=tokens,
         eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else CPU_TOKENS),
         pad_to_multiple_of=min(multiple, settings.max_length),
-        full_pass=CPU_FULL_PASS if accelerator == "cpu" else full_pass(settings),
+        full_pass=CPU_FULL_PASS if accelerator == "cpu" else full_pass(settings, capability),
     )
     devices, num_nodes = resolve_devices(settings)
     return replace(settings, devices=devices, num_nodes=num_nodes)

@@ -430,7 +430,9 @@ LADDER = (
         "29_streamed_training",
         group="weights",
         title="all weights trained in CPU memory, two blocks on the GPU",
-        tries=(Step(None, "keeps the inputs of blocks in CPU memory", ("--activation_offload", "true")),),
+        tries=(
+            Step(None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")),
+        ),
     ),
     Row(
         "float8",

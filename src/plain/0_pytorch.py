@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = ["numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
 # ///
 """0 · PyTorch alone: the training of 1_batch_size_1.py without Fabric.

@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
 # ///
 """11 · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.

@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = ["deepspeed==0.19.8", "lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
 # ///
 """12 · DeepSpeed ZeRO: gradients and optimizer state are sharded over the GPUs.

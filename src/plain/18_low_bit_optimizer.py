@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = [
 #   "accelerate", "bitsandbytes==0.50.2", "lightning==2.6.6", "numpy",
 #   "pandas", "torch>=2.11", "transformers>=5.23,<6",

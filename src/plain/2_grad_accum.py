@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
 # ///
 """2 · Gradient accumulation: 16 reviews for each optimizer step, with the activations of one.

@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
 # ///
 """4 · Mixed precision: matrix multiplications in 16 bits, weights in 32.

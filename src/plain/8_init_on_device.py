@@ -1,4 +1,5 @@
 # /// script
+# requires-python = ">=3.11"
 # dependencies = ["accelerate", "lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
 # ///
 """8 · Init on device: read the weights to the GPU, in their final precision.

@@ -2,6 +2,7 @@
 
 import math
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from support.helpers import settings_for, token_datasets
@@ -30,6 +31,15 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric):
     assert seen == 40
     assert sum(micro_batch.items for micro_batch in val_loader) == 11
     assert sum(micro_batch.items for micro_batch in test_loader) == 13
+
+
+def test_ranks_on_gpus_of_different_kinds_cut_alike(tmp_path):
+    def all_reduce(price, reduce_op):
+        return {"min": min, "max": max}[reduce_op](int(price), 128)
+
+    fabric = SimpleNamespace(global_rank=0, world_size=2, all_reduce=all_reduce)
+    loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path))
+    assert loader.sampler.settings.full_pass == 128 < settings_for(tmp_path).full_pass
 
 
 def test_a_packed_micro_batch_joins_its_samples(tmp_path):

@@ -185,7 +185,8 @@ def check_settings(words: list[str], whole: list[str]) -> None:
 
 def check_command(words: list[str]) -> None:
     if words[0] == "make":
-        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.M)), words
+        known = re.findall(r"^([\w-]+)(?::| \?=)", text_of(ROOT / "Makefile"), re.M)
+        assert {word.partition("=")[0] for word in words[1:]} <= set(known), words
         return
     if words[0] == "fabric-ladder":
         name, *rest = words[1:]

@@ -349,7 +349,7 @@ def test_compiled_and_eager_agree_and_lengths_share_their_graphs(runs, folder):
                        for name in ("3_torch_compile", "2_grad_accum"))  # fmt: skip
     assert compiled[0] == pytest.approx(eager[0], abs=1e-4)
     assert compiled[1]["samples_hash"] == eager[1]["samples_hash"]
-    assert compiled[1]["compiled_graphs"] <= 4, "one forward graph, one backward graph, one or two evaluation graphs"
+    assert compiled[1]["compiled_graphs"] <= 2, "one forward graph, one backward graph"
     assert 0 < compiled[1]["compile_seconds"] < compiled[1]["elapsed_seconds"]
 
 

@@ -15,11 +15,14 @@ from fabric_ladder.cli import resolve
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.compile import CompileClock, compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.packing import support_packing
+from fabric_ladder.training import compiling, graphs
 
-# graphs: training's for one row, for several rows, and evaluation's; recomputation splits training's
-IN_FOURS = ("bert", {"micro_batch_size": 4}, 2)
-IN_FIVES_WHICH_LEAVES_ONE = ("llama", {"micro_batch_size": 5, "activation_checkpointing": True}, 4)
-INSTRUCTIONS = ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3)
+# graphs: one for micro-batches of one row, and one for several rows
+IN_FOURS = ("bert", {"micro_batch_size": 4}, 1)
+IN_FIVES_WHICH_LEAVES_ONE = ("llama", {"micro_batch_size": 5, "activation_checkpointing": True}, 2)
+INSTRUCTIONS = ("llama-lm", {"micro_batch_tokens": 40, "task": "instruction-tuning"}, 2)
+NEVER_ONE_ROW = ("llama", {"micro_batch_tokens": 512, "packing": True, "max_length": 32}, 1)
 
 
 def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
@@ -36,16 +39,17 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     loaders = build_dataloaders(fabric, token_datasets(per_token=kind.endswith("-lm")), settings)
     model = tiny_model(kind)
     fuse_attention(model)
+    support_packing(model, settings.max_length)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled:
         compile_blocks(model, str(tmp_path), "cpu")
     model = fabric.setup(model)
-    graphs, log_loss = [], run.log_loss
-    run.log_loss = lambda *figures: (graphs.append(run.throughput.state_dict()["compiled"][1]), log_loss(*figures))
+    counts, log_loss = [], run.log_loss
+    run.log_loss = lambda *figures: (counts.append(run.throughput.state_dict()["compiled"][1]), log_loss(*figures))
     training = train(run, model, fabric.setup_optimizers(build_optimizer(settings, model)), *loaders[:2])
     evaluate(training, loaders[2])
-    return graphs, losses(run)
+    return counts, losses(run)
 
 
 @pytest.mark.parametrize(
@@ -54,21 +58,49 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
         pytest.param(*IN_FOURS, marks=pytest.mark.slow),
         IN_FIVES_WHICH_LEAVES_ONE,
         pytest.param(*INSTRUCTIONS, marks=pytest.mark.slow),
+        NEVER_ONE_ROW,
     ],
 )
 def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, kind, values, expected):
     """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
-    graphs, found = compiled_run(tmp_path, monkeypatch, kind, **values)
-    assert graphs == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
+    counts, found = compiled_run(tmp_path, monkeypatch, kind, **values)
+    assert counts == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
     _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
     assert found == pytest.approx(plain, abs=1e-5)
 
 
-def test_a_first_length_that_equals_the_width_stays_dynamic(tmp_path, monkeypatch):
-    """The tiny models are 16 wide, and by default the compiler merges equal sizes."""
+def test_a_recorded_pass_finds_all_layers_compiled(tmp_path, monkeypatch):
+    """A tape does not see compiled kernels, and no GPU has run them in a graph: --cuda_graphs refuses --compile."""
+    replayed = []
+
+    class Recorder:
+        def record(self, work):
+            return torch.compiler.set_stance("fail_on_recompile")(lambda: replayed.append(work()))
+
+    monkeypatch.setattr(graphs, "CudaRecorder", Recorder)
+    monkeypatch.setattr(Settings, "replays", property(lambda settings: settings.cuda_graphs))
+    values = {"micro_batch_tokens": 64, "packing": True, "max_length": 32, "epochs": 6}
+    counts, found = compiled_run(tmp_path, monkeypatch, "llama", cuda_graphs=True, **values)
+    assert counts == [2] * 18
+    assert len(replayed) > 20
+    assert found == pytest.approx(compiled_run(tmp_path, monkeypatch, "llama", **values)[1], abs=1e-7)
+
+
+def test_of_many_batches_only_the_first_are_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "PLANNED", 16)
+    kind, values, _ = NEVER_ONE_ROW
+    counts, _ = compiled_run(tmp_path, monkeypatch, kind, **values)
+    assert counts == [2] * 6, "a later batch could have one row"
+
+
+@pytest.mark.parametrize("different", [False, True], ids=["equal layers", "different numbers"])
+def test_lengths_and_layers_share_a_graph(tmp_path, monkeypatch, different):
+    """The tiny models are 16 wide, and by default the compiler merges equal sizes. `drop_path` differs by layer."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     torch._dynamo.reset()
     model, made = tiny_model("llama"), []
+    if different:
+        model.model.layers[1].input_layernorm.variance_epsilon *= 2
     compile_blocks(model, str(tmp_path), "cpu")
     torch._dynamo.on_compile_end(made.append)
     try:
@@ -77,6 +109,7 @@ def test_a_first_length_that_equals_the_width_stays_dynamic(tmp_path, monkeypatc
     finally:
         torch._dynamo.callback_handler.remove_end_callback(made.append)
     assert len(made) == 1
+    assert torch._dynamo.config.specialize_float != different
 
 
 def test_a_resumed_run_goes_on_counting():

@@ -183,9 +183,12 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
     [({}, True), ({"optimizer": "adamw", "max_grad_norm": 0.5}, True), ({"kahan_summation": True}, True),
      ({"kahan_summation": True, "optimizer": "adamw"}, False), ({"optimizer": "sgd"}, False)], ids=str,
 )  # fmt: skip
-def test_replayed_updates_follow_the_learning_rate_and_equal_others_bit_by_bit(tmp_path, taped, values, recorded):
-    """A step that reads its rate on the host is not recorded. A graph records nothing but the kernels of the device."""
-    settings = settings_for(tmp_path, precision="bf16-true", **values)
+def test_replayed_updates_follow_the_learning_rate_and_equal_others_bit_by_bit(
+    tmp_path, taped, monkeypatch, values, recorded
+):
+    """A step that reads its rate on the host is not recorded. The rate has 32 bits, as on CUDA, in every update."""
+    monkeypatch.setattr(graphs, "RATE", torch.float32)
+    settings, rates = settings_for(tmp_path, precision="bf16-true", **values), [1e-3 / step for step in range(1, 7)]
     fabric, found = Fabric(accelerator="cpu", devices=1, precision="bf16-true"), []
     for replays in (Graphs(fabric.device), None):
         model = fabric.setup(tiny_model())
@@ -195,7 +198,7 @@ def test_replayed_updates_follow_the_learning_rate_and_equal_others_bit_by_bit(t
         generator = torch.Generator().manual_seed(0)
         for step in range(6):
             for group in optimizer.param_groups:
-                group["lr"] = 1e-3 / (step + 1)
+                group["lr"] = np.float32(rates[step]).item() if recorded and not replays else rates[step]
             for weight in weights:
                 gradient = torch.randn(weight.shape, generator=generator).to(weight)
                 weight.grad = gradient if weight.grad is None else weight.grad.copy_(gradient)
@@ -204,7 +207,9 @@ def test_replayed_updates_follow_the_learning_rate_and_equal_others_bit_by_bit(t
             broken.append(loop._update_weights(training))
             assert all(weight.grad is None or not weight.grad.any() for weight in weights)
         assert [flag.item() for flag in broken] == [step == 4 for step in range(6)]
-        assert [group["lr"] for group in optimizer.param_groups] == [1e-3 / 6] * len(optimizer.param_groups)
+        assert {group["lr"] for group in optimizer.param_groups} == {
+            np.float32(rates[-1]) if recorded and not replays else rates[-1]
+        }
         state = [value for weight in weights for value in optimizer.state[weight].values() if torch.is_tensor(value)]
         found.append([*(weight.detach() for weight in weights), *state])
         if replays:

@@ -234,6 +234,9 @@ def build_dataloaders(
     collator = TextCollator
     if isinstance(datasets, ImageDatasets):
         collator, settings = ImageCollator, replace(settings, pad_to_multiple_of=1)  # images need no padding
+    if fabric.world_size > 1:  # all must cut alike, even on GPUs of different kinds: they wait for each other
+        full_pass = fabric.all_reduce(torch.tensor(settings.full_pass), reduce_op="min")
+        settings = replace(settings, full_pass=int(full_pass))
     loaders = []
     training = None
     where = settings, fabric.global_rank, fabric.world_size

@@ -159,7 +159,8 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     precision, meaning = fit_precision(precision, gpu.capability, replaceable, sharded)
     changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
     # those of the GPU, and not what `parse_settings` chose for this CPU
-    changes |= {"eval_batch_tokens": (from_file | given).get("eval_batch_tokens"), "full_pass": full_pass(settings)}
+    changes |= {"eval_batch_tokens": (from_file | given).get("eval_batch_tokens")}
+    changes |= {"full_pass": full_pass(settings, gpu.capability)}
     settings = replace(settings, **changes)
     check_precision(settings, gpu.capability)
     for technique in used(settings) if gpu.name != ANY.name else ():

@@ -12,6 +12,9 @@ from fabric_ladder.techniques.technique import Technique
 
 LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLink is faster
 SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: an RTX 4090 or an A100, roughly
+# An H100 waits for kernel launches: it worked 0.57 s on 160 reviews, for which rung 5 takes about two seconds
+# (docs/gpu.md). A gain from twice the tokens is an estimate.
+HOPPER_FULL_PASS = 2048
 
 
 def _load(row: Row) -> Technique:
@@ -56,19 +59,24 @@ def cuda_defaults(settings: Settings, chosen: Collection[str], capability: tuple
     }
 
 
-def full_pass(settings: Settings) -> int:
+def full_pass(settings: Settings, capability: tuple[int, int] | None) -> int:
     """Return the padded tokens of the shortest pass that is worth its time: with fewer a pass takes as long.
 
-    Every pass launches its kernels (`FULL_PASS`). Sharded and offloaded weights also cross a link in every pass, while
-    the GPU computes. For N weights the transfer takes N * bytes / LINK, and the computation N * FLOPs * tokens / SPEED.
-    So the tokens that hide the transfer do not depend on N. Checkpointing repeats launches and FLOPs alike. Frozen
-    weights have no gradient of their own.
+    Every pass launches its kernels (`FULL_PASS`; a faster GPU computes more tokens meanwhile). Sharded and offloaded
+    weights also cross a link in every pass, while the GPU computes. For N weights the transfer takes N * bytes / LINK,
+    and the computation N * FLOPs * tokens / SPEED. So the tokens that hide the transfer do not depend on N.
+    Checkpointing repeats launches and FLOPs alike. Frozen weights have no gradient of their own.
+
+    Args:
+        settings: `devices` need not be resolved.
+        capability: Compute capability of the GPU; None: not known, or Apple's GPU.
     """
     techniques = used(settings)
     moved = sum(technique.bytes_per_pass(settings) for technique in techniques)
     flops = 8 if any(technique.recomputes for technique in techniques) else 6  # per weight and token
     flops -= 2 * (settings.stream_layers and settings.lora)
-    return max(FULL_PASS, round(moved / LINK * SPEED / flops))
+    launches = HOPPER_FULL_PASS if capability and capability[0] == 9 else FULL_PASS
+    return max(launches, round(moved / LINK * SPEED / flops))
 
 
 def trains_all(settings: Settings) -> bool:

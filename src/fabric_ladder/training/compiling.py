@@ -1,55 +1,62 @@
 """Let torch.compile compile everything before the first step, so that no step of the run waits for it."""
 
-from collections.abc import Iterable
-
-import torch
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 from fabric_ladder.data.cutting import MicroBatchPlan
+from fabric_ladder.data.sampler import BatchPlan
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.runs.metrics import over_ranks
 from fabric_ladder.techniques.compile import is_compiled
 from fabric_ladder.training.fitting import trial_pass, without_a_trace
-from fabric_ladder.training.gradients import run_model
 from fabric_ladder.training.state import Training
+
+PLANNED = 100_000  # samples, in about 3 s; a graph takes longer
 
 
 def compile_ahead(training: Training) -> None:
-    """Compile what training and validation need. All ranks must call it.
+    """Compile what training needs. All ranks must call it.
 
-    torch.compile makes one graph for a single row and one for several rows, for training and for evaluation. Lengths
-    and numbers of rows are dynamic, so up to four small passes compile everything.
+    torch.compile makes one graph for a single row and one for several rows. Lengths and numbers of rows are dynamic, so
+    one or two passes compile everything. Evaluation is not compiled.
 
     A strategy that accumulates gradients itself compiles in its first steps, since it could not undo a trial.
     """
     if training.is_over or not is_compiled(training.model) or strategy_traits(training.settings).owns_optimizer:
         return
-    train_data, val_loader = training.train_loader.dataset, training.val_loader
+    data = training.train_loader.dataset
     with training.run.throughput.excluded(), without_a_trace(training):
         for part in _training_parts(training):
-            trial_pass(training, [train_data.micro_batch(part, training.state.epoch)])
-        training.model.eval()
-        with torch.no_grad():
-            for part in _one_and_several(training, val_loader.sampler):
-                run_model(training.fabric, training.model, val_loader.dataset.micro_batch(part))
+            trial_pass(training, [data.micro_batch(part, training.state.epoch)])
 
 
 def _training_parts(training: Training) -> list[MicroBatchPlan]:
     """Return a part with one row and a part with several rows, if training has such micro-batches.
 
     If samples are counted, the first and the last effective batch have all sizes of an epoch. If tokens are counted or
-    samples are packed, any epoch may have both.
+    samples are packed, any effective batch may have both.
     """
     settings, sampler = training.settings, training.train_loader.sampler
     if settings.micro_batch_tokens or (settings.packing and settings.micro_batch_size > 1):
-        rows = list(range(min(2, len(sampler.lengths))))
-        parts = [
-            MicroBatchPlan(some, len(some), 1.0, [1] * len(some) if settings.packing else None)
-            for some in (rows[:1], rows)
-        ]
-    else:
-        sampler.set_epoch(training.state.epoch)
-        parts = sampler.first_and_last()
-    return _one_and_several(training, parts)
+        return _one_and_several(training, _all_parts(training))
+    sampler.set_epoch(training.state.epoch)
+    return _one_and_several(training, sampler.first_and_last())
+
+
+def _all_parts(training: Training) -> Iterator[MicroBatchPlan]:
+    """Yield the parts of all effective batches; of too many, those of the first ones and then a part of each kind."""
+    settings, sampler = training.settings, training.train_loader.sampler
+
+    def plans() -> Iterator[BatchPlan]:
+        for epoch in range(training.state.epoch, settings.epochs):
+            sampler.set_epoch(epoch)
+            yield from sampler
+
+    rest = plans()
+    yield from chain.from_iterable(plan.parts for plan in islice(rest, PLANNED // settings.batch_size))
+    if next(rest, None):
+        for rows in ([0], [0, 1]):
+            yield MicroBatchPlan(rows, len(rows), 1.0, [1] * len(rows) if settings.packing else None)
 
 
 def _one_and_several(training: Training, parts: Iterable[MicroBatchPlan]) -> list[MicroBatchPlan]:
@@ -57,5 +64,7 @@ def _one_and_several(training: Training, parts: Iterable[MicroBatchPlan]) -> lis
     found: dict[bool, MicroBatchPlan] = {}
     for part in parts:
         found.setdefault(len(part.packs or part.rows) > 1, part)
+        if len(found) == 2:
+            break
     wanted = over_ranks(training.fabric, "max", False in found, True in found)
     return [found.get(several) or next(iter(found.values())) for several in (False, True) if wanted[several]]

@@ -7,7 +7,8 @@ graphs share one pool of memory, because they are replayed one after another.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -93,7 +94,6 @@ class Graphs:
         self._recorder = CudaRecorder()
         self._known: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self._seen: dict[Hashable, tuple[Tensor, Tensor]] = {}  # places for the results, outside of the pool
-        self._broken: Tensor | None = None  # the same for an update
         self._update: _Update | None = None
 
     def run(self, work: Pass, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -115,18 +115,22 @@ class Graphs:
     def update(self, work: Callable[[], Tensor], optimizer: Optimizer) -> Tensor:
         """Update the weights, from a graph if it can be recorded, and return whether a gradient was not finite.
 
-        The first update runs without a graph and makes the optimizer's state.
+        An update that makes state of the optimizer, as the first one does, runs without a graph.
 
         Args:
             work: The update; returns a boolean on the device.
             optimizer: As set up by Fabric. Only a fused step reads its rate on the device.
         """
-        if self._broken is None or not _is_recordable(optimizer):
-            broken = work()
-            self._broken = torch.empty_like(broken)
-            return broken
+        if not _is_recordable(optimizer):
+            return work()
+        stepped = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+        if not all(optimizer.state.get(weight) for weight in stepped):
+            self._update = None
+            rounded = torch.tensor(optimizer.param_groups[0]["lr"], dtype=RATE).item()  # as a recorded step reads it
+            with _replaced(optimizer, lr=rounded):
+                return work()
         if self._update is None:
-            self._update = self._record_update(work, optimizer, self._broken)
+            self._update = self._record_update(work, optimizer)
         return self._update.run(optimizer)
 
     def describe(self) -> str:
@@ -153,17 +157,11 @@ class Graphs:
 
         return _Recorded(fixed, results, self._timed(recorded))
 
-    def _record_update(self, work: Callable[[], Tensor], optimizer: Optimizer, broken: Tensor) -> _Update:
+    def _record_update(self, work: Callable[[], Tensor], optimizer: Optimizer) -> _Update:
         rate = torch.zeros((), dtype=RATE, device=self.device)
-        numbers = [(group["lr"], group["capturable"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"], group["capturable"] = rate, True  # PyTorch refuses to record a step without it
-        try:
-            replay = self._timed(lambda: broken.copy_(work()))
-        finally:
-            for group, (number, capturable) in zip(optimizer.param_groups, numbers, strict=True):
-                group["lr"], group["capturable"] = number, capturable
-        return _Update(rate, broken, replay)
+        broken = torch.zeros((), dtype=torch.bool, device=self.device)
+        with _replaced(optimizer, lr=rate, capturable=True):  # PyTorch refuses to record a step without it
+            return _Update(rate, broken, self._timed(lambda: broken.copy_(work())))
 
     def _timed(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record work, and count it."""
@@ -174,7 +172,20 @@ class Graphs:
         return replay
 
 
+@contextmanager
+def _replaced(optimizer: Optimizer, **values) -> Iterator[None]:
+    """Give all parameter groups these values in this block."""
+    before = [{name: group[name] for name in values} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group.update(own)
+
+
 def _is_recordable(optimizer: Optimizer) -> bool:
-    """Return whether nothing in a step is computed on the host, such as a rate, or the weight decay of `Kahan`."""
+    """Return whether a step computes nothing on the host, such as a rate, or the weight decay of `Kahan`."""
     decays = isinstance(optimizer.optimizer, Kahan) and any(group["weight_decay"] for group in optimizer.param_groups)
     return all(group.get("fused") for group in optimizer.param_groups) and not decays

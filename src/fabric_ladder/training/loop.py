@@ -254,6 +254,7 @@ def _validate(training: Training, name: str) -> Score:
     return score
 
 
+@torch.compiler.set_stance("force_eager")  # on an H100 a compiled evaluation was not faster (gpu.json)
 @torch.no_grad()
 def _evaluate(training: Training, loader: DataLoader, name: str, counts: Tensor | Counts | None = None) -> Score | None:
     """Return the score on the loader's split, each sample counted once, or None after a request to stop.
