@@ -55,6 +55,7 @@ def ask(question: dict[str, str], profile) -> tuple[str, list[dict[str, str]]]:
     return done.stdout, rows
 
 
+WHOLE = ("17_", "29_")  # rungs whose effective batch is one micro-batch
 SMALL = ("BERT base", "GPT-2", "BLOOM 560m", "Qwen3 0.6B", "ViT large")  # predicted in seconds
 CELLS = [
     (number, old) for number, (*_, suits) in enumerate(DATA["rows"]) for old in ([False, True] if suits else [False])
@@ -73,7 +74,7 @@ def test_the_stored_figures_are_those_of_the_predictor(number, old):
     stored = model["tasks"][question["task"]][question["length"]][f"{number}{'old' * old}"]
     size = int(question["batch"])
     given = {"batch_size": max(16, 2 * size), "eval_batch_tokens": None, "task": question["task"]}
-    if "step_in_backward" in rung:
+    if rung.startswith(WHOLE):
         given["batch_size"] = size
     peak = predict_memory(
         str(find_shipped_config(model["name"])),
@@ -126,9 +127,7 @@ def test_the_page_chooses_as_the_planner_does(tmp_path):
     question = {"model": "Qwen3 0.6B", "task": "instruction-tuning", "length": "1024", "batch": "2"}
     words = ["--model", str(find_shipped_config("Qwen/Qwen3-0.6B")), "--task", question["task"]]
     words += ["--micro_batch_size", "2"]
-    choices = [
-        (rung, tuple(options.split())) for rung, options, *_ in DATA["rows"] if not rung.startswith(("17_", "29_"))
-    ]
+    choices = [(rung, tuple(options.split())) for rung, options, *_ in DATA["rows"] if not rung.startswith(WHOLE)]
     candidates, problems = read_candidates(choices, words, 1)
     assert not problems
     gpu = find_gpu("A100 80GB")._replace(name="a GPU", memory=card_memory(gigabytes))
@@ -194,12 +193,12 @@ def test_the_stored_order_is_the_planners():
     rows = [
         number for number, row in enumerate(DATA["rows"]) if row[:2] in (["2_grad_accum", ""], ["5_low_precision", ""])
     ]
-    rows += [number for number, (rung, *_) in enumerate(DATA["rows"]) if rung.startswith(("17_", "29_"))]
+    rows += [number for number, (rung, *_) in enumerate(DATA["rows"]) if rung.startswith(WHOLE)]
     for column, size in enumerate(DATA["sizes"][:2]):
         ranks = []
         for number in rows:
             rung, options, *_ = DATA["rows"][number]
-            option = "--batch_size" if rung.startswith(("17_", "29_")) else "--micro_batch_size"
+            option = "--batch_size" if rung.startswith(WHOLE) else "--micro_batch_size"
             [candidate], _ = read_candidates([(rung, tuple(options.split()))], ["--model", model, option, str(size)], 1)
             ranks.append(candidate.rank)
         places = [DATA["order"]["text-classification"][number][column] for number in rows]
