@@ -109,6 +109,9 @@ TILES = Step(
         not settings.mlp_tile and settings.task != "image-classification" and settings.max_length >= LONG
     ),
 )
+INPUTS_ON_HOST = Step(
+    None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")
+)
 STATE_ON_HOST = "keeps the optimizer's state in CPU memory"
 WEIGHTS_ON_HOST = Step("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload", "optimizer"))
 BY_WEIGHT = {SHARDED: "not on sharded weights; leave it out (rung 11 steps in CPU memory)"}
@@ -421,18 +424,14 @@ LADDER = (
         },
         plans=tuple((*bits, *more) for bits in ((), IN_4_BITS) for more in ALONE_OR_CHECKPOINTED),
         short_name="streamed",
-        tries=(
-            Step(None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")),
-        ),
+        tries=(INPUTS_ON_HOST,),
     ),
     Row(
         "",
         "29_streamed_training",
         group="weights",
         title="all weights trained in CPU memory, two blocks on the GPU",
-        tries=(
-            Step(None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")),
-        ),
+        tries=(INPUTS_ON_HOST,),
     ),
     Row(
         "float8",

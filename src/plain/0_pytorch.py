@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """0 · PyTorch alone: the training of 1_batch_size_1.py without Fabric.
 
 Compare the two files to see what Fabric replaces: the choice of the device, the moves to it, the backward pass, the

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """11 · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.
 
 Builds on 10_fsdp.py. Each use of a weight copies it to the GPU, which holds one block at a time.

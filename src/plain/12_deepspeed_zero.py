@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["deepspeed==0.19.8", "lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """12 · DeepSpeed ZeRO: gradients and optimizer state are sharded over the GPUs.
 
 Builds on 9_ddp.py. Stage 1 shards the optimizer state, stage 2 the gradients too. DeepSpeed keeps the 32-bit copies of

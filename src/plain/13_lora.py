@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """13 · Low-rank adapters (LoRA): two thin matrices next to each linear layer are trained.
 
 Builds on 5_low_precision.py. The model's own weights are frozen, without gradients and optimizer state.

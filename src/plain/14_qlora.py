@@ -1,10 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = [
-#   "accelerate", "bitsandbytes==0.50.2", "lightning==2.6.6", "numpy",
-#   "pandas", "torch>=2.11", "transformers>=5.23,<6",
-# ]
-# ///
 """14 · Adapters on a 4-bit model (QLoRA): each frozen weight takes 4 bits.
 
 Builds on 13_lora.py. Weights are one of 16 levels, and restored for each use: `pip install bitsandbytes`.

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """15 · Packing: short reviews share a row and do not see each other.
 
 Builds on 4_mixed_precision.py. One full row is faster than many short ones. (For BLOOM models.)

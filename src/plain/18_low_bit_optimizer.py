@@ -1,10 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = [
-#   "accelerate", "bitsandbytes==0.50.2", "lightning==2.6.6", "numpy",
-#   "pandas", "torch>=2.11", "transformers>=5.23,<6",
-# ]
-# ///
 """18 · Low-bit optimizer: Adam's two moments in 8 bits each.
 
 Builds on 16_bf16_that_learns.py. Two bytes for each weight instead of four, and a scale for every 256 values. Install

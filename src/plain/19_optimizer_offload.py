@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """19 · Optimizer offload: the optimizer and its state in CPU memory, weights and gradients on the GPU.
 
 Builds on 16_bf16_that_learns.py. Gradients are copied to the CPU, and weights back.

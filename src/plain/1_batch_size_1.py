@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """1 · Batch size 1: one review for each optimizer step.
 
 The whole training is in this file. Read it from top to bottom, paste it into a notebook, change it. Only the

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """20 · Activation offload: the inputs that checkpointing keeps are stored in CPU memory.
 
 Builds on 7_grad_checkpointing.py. The forward pass copies them to the CPU, and the backward pass copies them back.

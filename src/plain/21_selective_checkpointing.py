@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """21 · Selective checkpointing: keep the results of linear layers and fused attention, recompute the rest.
 
 Builds on 7_grad_checkpointing.py. Linear layers take most of the time. BLOOM's attention here is not fused, so its

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "torchao==0.18.0", "transformers>=5.23,<6"]
-# ///
 """22 · Float8: the matrix multiplications of the blocks in 8-bit floating point.
 
 Builds on 4_mixed_precision.py. torchao scales each factor by its largest value and rounds it to 8 bits. GPUs from Ada

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """24 · Streamed layers: frozen weights are in CPU memory, and come to the GPU for each use.
 
 Builds on 13_lora.py. A copy is freed after use. (The rung copies blocks ahead.)

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """25 · Block by block: the blocks of the model are trained in turn, one at a time (BAdam).
 
 Builds on 5_low_precision.py. The trained block has gradients, a copy in 32 bits and Adam's state. The backward pass

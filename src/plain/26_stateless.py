@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """26 · Stateless: SinkGD, SGD on balanced gradients, keeps no state and learns like Adam.
 
 Builds on 6_lean_optimizer.py. Rows and columns of each gradient are divided by their sizes, five times by turns. Then

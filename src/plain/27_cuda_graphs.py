@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """27 · CUDA graphs: record the kernels of a pass once, and launch all of them together from then on.
 
 Builds on 4_mixed_precision.py. Each length has a graph, so lengths are rounded up. On a CPU the pass runs as before.

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """28 · Memory budget: recompute only the blocks whose activations have no room.
 
 Builds on 7_grad_checkpointing.py. On a GPU the longest review is tried before the first step, with one more recomputed

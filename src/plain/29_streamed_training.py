@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """29 · Streamed training: all weights are trained in CPU memory, and a block is on the GPU while it computes.
 
 Builds on 17_step_in_backward.py, without Kahan summation. Embeddings, norms and head come to the GPU as blocks do.

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """3 · torch.compile: the operations of each block become a few fused kernels.
 
 Builds on 2_grad_accum.py. All blocks share one compiled graph. Lengths are variables in it, so a new length compiles

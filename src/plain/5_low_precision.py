@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """5 · Low precision: weights, gradients and optimizer state in bfloat16 too.
 
 Builds on 4_mixed_precision.py. This halves the memory of all three. bfloat16 has 8 significant bits: a step below a

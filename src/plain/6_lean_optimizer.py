@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """6 · Lean optimizer: SGD keeps no state; a cosine schedule lowers its learning rate.
 
 Builds on 5_low_precision.py. Adam keeps two more values for each weight. SGD's steps are not scaled, so it needs a

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """7 · Gradient checkpointing: keep the input of each block, and recompute its activations.
 
 Builds on 5_low_precision.py. The backward pass runs each block again, just before it computes the gradients of the

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["accelerate", "lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """8 · Init on device: read the weights to the GPU, in their final precision.
 
 Builds on 5_low_precision.py. The CPU's memory never holds a copy of the model, and the GPU never holds 32-bit weights.

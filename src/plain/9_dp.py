@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["lightning==2.6.6", "numpy", "pandas", "torch>=2.11", "transformers>=5.23,<6"]
-# ///
 """9 · DataParallel (DP): one process splits each effective batch over all GPUs.
 
 Builds on 9_ddp.py, which replaced it. Each pass copies the model from the first GPU to the others. The first GPU holds
