@@ -161,16 +161,16 @@ def whole() -> list[str]:
 
 
 def blog() -> list[str]:
-    """Return the table of the blog's recipe next to rungs 1 and 2."""
+    """Return the table of the blog's recipe next to rung 2."""
     kept, rows = common.read_results(ACCURACY_OUT), []
-    for side, (rung, batch_size) in ACCURACY_SIDES.items():
+    for side in ACCURACY_SIDES:
         runs = []
-        for record in (record["figures"] for name, record in kept.items() if name.split()[0] == side):
+        for record in (record["figures"] for name, record in kept.items() if name.split(":")[0] == side):
             figures = {name: record[key] * factor for key, (name, factor) in FIGURES.items() if key in record}
             runs.append(LoggedRun(side, side, figures=figures, test_samples=TESTED))
         if runs:
-            rows.append([rung or "the blog's recipe", str(batch_size), *tested(Row(runs))])
-    header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed"]
+            rows.append([side, *tested(Row(runs))])
+    header = ["", "test accuracy, %", "95 % of the test's draw", "each seed"]
     return common.markdown_table(header, rows)
 
 
