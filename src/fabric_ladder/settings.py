@@ -376,10 +376,10 @@ class Settings(DataSettings):
         at_least=1,
         aliases={"{}": "switch_block_every badam_switch_interval", "auto": "badam use_badam"},
     )
-    kahan_summation: bool = optimization_setting(
+    kahan_summation: bool | Literal["8-bit"] = optimization_setting(
         False,
-        "Keep the rounding error of 16-bit weights in 2 bytes per weight and add it to later steps. Without it a "
-        "bfloat16 weight ignores steps below 1/512 of its size.",
+        "Keep the rounding error of 16-bit weights and add it to later steps. Without it a bfloat16 weight ignores "
+        "steps below 1/512 of its size. `true` takes 2 bytes per weight, `8-bit` one.",
         changes_memory=True,
     )
     step_in_backward: bool = optimization_setting(

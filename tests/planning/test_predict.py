@@ -223,8 +223,10 @@ def test_formulas_add_the_memory_that_cannot_be_rehearsed(tmp_path):
     assert predicted(optimizer="adam-8bit") == lean._replace(optimizer_state=round(2 * count * (1 + 4 / 256)))
     kahan = predicted(optimizer="adam-8bit", kahan_summation=True)
     assert kahan.optimizer_state == round(2 * count * (1 + 4 / 256)) + 2 * count
-    on_host = predicted(kahan_summation=True, optimizer_offload=True)
-    assert on_host == lean._replace(host=10 * count), "weights, two moments, compensations and gradients, of 2 bytes"
+    for error, size in ((True, 10), ("8-bit", 9)):
+        on_host = predicted(kahan_summation=error, optimizer_offload=True)
+        assert on_host == lean._replace(host=size * count), "weights, two moments and gradients of 2 bytes, and errors"
+    assert predicted(kahan_summation="8-bit").optimizer_state == plain.optimizer_state + count
     offloaded = predicted(precision="bf16-mixed", strategy="deepspeed", deepspeed="zero2_offload")
     assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
     assert 2 * count < offloaded.parameters < 6 * count, "the weights and two copies of the largest layer's gradient"

@@ -11,7 +11,7 @@ from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_optimizer
 from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.techniques import TECHNIQUES, adam_4bit, check_together
+from fabric_ladder.techniques import TECHNIQUES, adam_4bit, check_together, kahan
 from fabric_ladder.techniques.kahan import Kahan
 from fabric_ladder.techniques.weight_steps import WeightSteps
 from fabric_ladder.training.gradients import accumulate_gradients
@@ -42,19 +42,40 @@ def fit(tmp_path, dtype, optimizer, rate, **values):
 def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rate):
     whole = fit(tmp_path, torch.float32, optimizer.removesuffix("-8bit"), rate=rate)
     rounded = fit(tmp_path, torch.bfloat16, optimizer, rate=rate)
-    kept = fit(tmp_path, torch.bfloat16, optimizer, rate=rate, kahan_summation=True)
     assert whole < 0.7
-    assert abs(kept - whole) < 0.1 * (rounded - whole)
+    for bits in (True, "8-bit"):
+        kept = fit(tmp_path, torch.bfloat16, optimizer, rate=rate, kahan_summation=bits)
+        assert abs(kept - whole) < 0.1 * (rounded - whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_error_in_8_bits_is_as_small_as_its_two_bytes_can_be(tmp_path, dtype):
+    """1,000 steps that 16 bits alone ignore: the sum is off by half of a unit in 8 bits for each step at most."""
+    torch.manual_seed(0)
+    start = torch.randn(300).to(dtype).sign() * torch.rand(300).to(dtype).clamp(0.1)
+    step = start.double().abs() * torch.finfo(dtype).eps / 20
+    model = nn.ParameterList([nn.Parameter(start.clone())])
+    settings = settings_for(tmp_path, learning_rate=1.0, optimizer="sgd", kahan_summation="8-bit")
+    optimizer = build_optimizer(settings, model)
+    for _ in range(1000):
+        model[0].grad = -step.to(dtype)
+        optimizer.step()
+    assert optimizer.state[model[0]]["compensation"].dtype == torch.int8
+    whole = start.double() + 1000 * step.to(dtype).double()
+    unit = whole.abs().log2().ceil().exp2() * torch.finfo(dtype).eps / 4 / 127
+    off = (model[0].double() - whole).abs()
+    assert (off < 1000 * unit / 2 + 2 * 127 * unit).all()
+    assert off.mean() < 0.1 * (start.double() - whole).abs().mean()
 
 
 SIZES = ((40, 16), (7,), (16, 16), (3, 5), (33,), (20, 16))
 
 
-def steps_with_kahan(tmp_path, dtype, optimizer, steps=6, **values):
+def steps_with_kahan(tmp_path, dtype, optimizer, bits, steps=6):
     """Return weights and compensations after steps on random gradients; two weights lack gradients now and then."""
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(size).to(dtype)) for size in SIZES])
-    settings = settings_for(tmp_path, learning_rate=1e-3, optimizer=optimizer, kahan_summation=True, **values)
+    settings = settings_for(tmp_path, learning_rate=1e-3, optimizer=optimizer, kahan_summation=bits)
     stepper = build_optimizer(settings, model)
     for step in range(steps):
         if step == steps // 2:  # resume
@@ -66,13 +87,15 @@ def steps_with_kahan(tmp_path, dtype, optimizer, steps=6, **values):
     return [*model, *(state["compensation"] for state in stepper.state.values() if state)]
 
 
+@pytest.mark.parametrize("bits", [True, "8-bit"], ids=["16", "8"])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adam-8bit"])
-def test_kahan_summation_of_many_weights_changes_no_bit(tmp_path, monkeypatch, optimizer):
-    """AdamW has weight decay."""
+def test_kahan_summation_of_many_weights_changes_no_bit(tmp_path, monkeypatch, optimizer, bits):
+    """AdamW has weight decay. Errors in 8 bits are converted slice by slice."""
     dtype = torch.float16 if optimizer == "sgd" else torch.bfloat16
-    batched = steps_with_kahan(tmp_path, dtype, optimizer)
+    batched = steps_with_kahan(tmp_path, dtype, optimizer, bits)
     monkeypatch.setattr(Kahan, "single", True)
-    expected = steps_with_kahan(tmp_path, dtype, optimizer)
+    monkeypatch.setattr(kahan, "SLICE", 30)
+    expected = steps_with_kahan(tmp_path, dtype, optimizer, bits)
     assert any(tensor.any() for tensor in expected[len(SIZES) :])
     assert all(map(torch.equal, batched, expected))
 
@@ -110,7 +133,13 @@ PLACES = [(place, optimizer) for place in (IN_BACKWARD, OFFLOADED) for optimizer
 
 @pytest.mark.parametrize(
     ("place", "optimizer", "kahan"),
-    [*((*case, False) for case in PLACES), (BOTH, "adam", True), (BOTH, "sinkgd", True), (CLIPPED, "adam", False)],
+    [
+        *((*case, False) for case in PLACES),
+        (BOTH, "adam", True),
+        (BOTH, "sinkgd", True),
+        (BOTH, "adam", "8-bit"),
+        (CLIPPED, "adam", False),
+    ],
 )
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
     monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits

@@ -181,6 +181,7 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("values", "recorded"),
     [({}, True), ({"optimizer": "adamw", "max_grad_norm": 0.5}, True), ({"kahan_summation": True}, True),
+     ({"kahan_summation": "8-bit"}, True),
      ({"kahan_summation": True, "optimizer": "adamw"}, False), ({"optimizer": "sgd"}, False)], ids=str,
 )  # fmt: skip
 def test_replayed_updates_follow_the_learning_rate_and_equal_others_bit_by_bit(

@@ -8,6 +8,7 @@ documents apart, or the places where documents end, in place of a mask (`attenti
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,17 @@ QUERY_UNIT = 64.0  # factor of the query's dimensions
 KEY_UNIT = 4.0  # factor of the key's dimensions, which are also divided by the scale of the scores
 PACKED_DIM, ENDS_DIM = 5, 1  # tensor dimensions of `document_digits` and `document_ends`; a mask has 2 or 4
 _padded: bool | None = None  # None: not declared
-_rows: tuple[Tensor, int, int | None] | None = None  # the arguments of `declare_rows`
+
+
+class _Rows(NamedTuple):
+    """The arguments of `declare_rows`."""
+
+    positions: Tensor
+    longest: int
+    documents: int | None
+
+
+_rows: _Rows | None = None  # None: not declared
 
 
 @contextmanager
@@ -51,7 +62,7 @@ def declare_rows(positions: Tensor, longest: int, documents: int | None = None) 
         documents: The most documents of all rows, padding included, if attention takes `document_ends`; None: digits.
     """
     global _rows
-    before, _rows = _rows, (positions, longest, documents)
+    before, _rows = _rows, _Rows(positions, longest, documents)
     search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -67,9 +78,9 @@ def document_digits() -> Tensor | None:
     They hold a constant and the document's number in binary digits, 1 and -1. Their dot product is 0 within a document.
     Between documents it is -2 `QUERY_UNIT` x `KEY_UNIT` for each digit that differs.
     """
-    if _rows is None or _rows[2]:
+    if _rows is None or _rows.documents:
         return None
-    number = (_rows[0] == 0).cumsum(-1)[:, None, :, None]
+    number = (_rows.positions == 0).cumsum(-1)[:, None, :, None]
     digits = (number >> torch.arange(DIGITS, device=number.device)) % 2 * 2.0 - 1
     one = torch.ones_like(digits[..., :1])
     query_part = torch.cat([one * DIGITS, digits], -1)
@@ -82,10 +93,10 @@ def document_ends() -> Tensor | None:
 
     The last end is repeated in place of missing documents. So the shape depends on no value, and nothing waits.
     """
-    if _rows is None or not _rows[2]:
+    if _rows is None or not _rows.documents:
         return None
-    number = (_rows[0].flatten() == 0).cumsum(0)  # of each token's document, from 1 on
-    documents = torch.arange(_rows[2] + 1, device=number.device)
+    number = (_rows.positions.flatten() == 0).cumsum(0)  # of each token's document, from 1 on
+    documents = torch.arange(_rows.documents + 1, device=number.device)
     return torch.searchsorted(number, documents, right=True, out_int32=True)
 
 
@@ -95,12 +106,12 @@ def make_mask(**options) -> Tensor | None:
     length = options["kv_length"]
     offset = options.get("q_offset", 0)
     if _rows:
-        if window is not None and window < _rows[1]:
+        if window is not None and window < _rows.longest:
             raise UserError(
-                f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows[1]}; "
+                f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows.longest}; "
                 f"leave it out, or use --max_length {window}"
             )
-        if _rows[2]:
+        if _rows.documents:
             return document_ends()
         return document_digits().to(computing_dtype(options["device"].type, options["dtype"]))
     if _padded is None:

@@ -235,5 +235,5 @@ class OptimizerOffload(_StepsByWeight):
         from fabric_ladder.techniques import state_dtypes  # which imports this module
 
         width = 4 if settings.lora else bytes_of_weight(settings)
-        host = counts.trained * width * (state_dtypes(settings).count(None) + 2)
-        return peak._replace(optimizer_state=0, host=peak.host + round(host))
+        state = sum(width if dtype is None else dtype.itemsize for dtype in state_dtypes(settings))
+        return peak._replace(optimizer_state=0, host=peak.host + round(counts.trained * (state + 2 * width)))
