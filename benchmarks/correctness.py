@@ -157,7 +157,7 @@ def trainer(
 def sft_trainer(work: Work, folder: str, micro_batch: int) -> list[Weights]:
     """Train by TRL's SFTTrainer in 32 bits; checkpointing and packing change no gradient and are off."""
     return trainer(
-        work, folder, micro_batch, kind=SFTTrainer, bf16=False, activation_checkpointing=False, max_length=None
+        work, folder, micro_batch, kind=SFTTrainer, bf16=False, gradient_checkpointing=False, max_length=None
     )
 
 
