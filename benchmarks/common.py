@@ -306,7 +306,7 @@ def update(path: Path, change: Callable[[str], str], check: bool = False) -> boo
 def write_table(name: str, lines: list[str], check: bool = False) -> list[Path]:
     """Write a Markdown table to docs/tables/NAME.csv, and return the file if it changes; `check`: write nothing."""
     path, text = ROOT / "docs" / "tables" / f"{name}.csv", io.StringIO()
-    rows = [line.strip("| ").split(" | ") for line in lines]
+    rows = [line[2:-2].split(" | ") for line in lines]
     csv.writer(text, lineterminator="\n").writerows([rows[0], *rows[2:]])
     return [path] if update(path, lambda _: text.getvalue(), check) else []
 
