@@ -1,4 +1,4 @@
-"""Train a tiny random model of every architecture of the installed transformers, and write docs/architectures.md.
+"""Train a tiny random model of every architecture of the installed transformers, for docs/architectures.md.
 
     python benchmarks/architectures.py [--only NAME …] [--every N] [--task TASK …] [--jobs 2] [--page]
 
@@ -43,6 +43,7 @@ from fabric_ladder.errors import first_line
 from fabric_ladder.techniques.advice import explain
 
 OUT = common.RESULTS / "architectures.json"
+TABLE = common.ROOT / "docs" / "tables" / "architectures.csv"
 TASKS = {  # mappings of transformers with their auto classes; files of data
     "text-classification": ({"SEQUENCE_CLASSIFICATION": "SequenceClassification"}, "texts.jsonl"),
     "token-classification": ({"TOKEN_CLASSIFICATION": "TokenClassification"}, "words.jsonl"),
@@ -364,37 +365,39 @@ def all_rows() -> list[tuple[str, str]]:
 
 
 def fill_page(check: bool = False) -> list[Path]:
-    """Write the tables of the results into docs/architectures.md; see `common.fill_pages`."""
-    results, reasons = common.read_results(OUT), []
-    return common.fill_pages("architectures", lambda part: lines(part, results, reasons), check)
+    """Write the results: all as CSV, their numbers into docs/architectures.md; return what changes, see `common`."""
+    results = common.read_results(OUT)
+    changed = common.fill_pages("architectures", lambda _: summary(results), check)
+    return [*changed, TABLE] if common.update(TABLE, lambda _: whole_table(results), check) else changed
 
 
-def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
-    """Return the lines of a task's table, or of all reasons, to which the tables have added theirs."""
-    if part == "reasons":
-        return ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""]
-    task = next(task for task in TASKS if task.startswith(part))
+def whole_table(results: dict[str, dict]) -> str:
+    """Return the CSV of all rows. A cell without a run is empty: rung 2 fails, or the task has no such column."""
+    rows = []
+    for task in TASKS:
+        for name, found in results[task]["rows"].items():
+            failed = next((f"{kind}: {why}" for kind, why in found.items() if kind == "drawn"), None)
+            failed = f"not {failed}" if failed else found.get("trains", "yes")
+            others = {column: found.get(column, "yes") for column in columns(task)} if trained(found) else {}
+            rows.append({"task": task, "architecture": name, "trains": failed} | others)
+    text = pd.DataFrame(rows, columns=["task", "architecture", *COLUMNS]).to_csv(index=False, lineterminator="\n")
+    return re.sub(r" \(bert, [^)]*\)", "", text)  # the architectures that pack, in hundreds of refusals
 
-    def shown(cell: str) -> str:
-        if not cell.startswith(("refused", "error")):
-            return cell
-        kind, reason = cell.split(": ", 1)
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"{'' if kind == 'refused' else 'error '}({reasons.index(reason) + 1})"
 
-    table, others = {}, {}
-    for name, found in results[task]["rows"].items():
-        if not found.get("trains", "differs").startswith("differs") or "drawn" in found:
-            kind, reason = next(iter(found.items()))
-            reason = f"not drawn: {reason.split('. ')[0]}" if kind == "drawn" else reason
-            others.setdefault(reason, []).append(f"`{name}`")
-        else:
-            cells = tuple(shown(found.get(column, "yes")) for column in columns(task))
-            table.setdefault(cells, []).append(f"`{name}`")
-    listed = [f"- {reason}: {', '.join(names)}" for reason, names in sorted(others.items())]
-    rows = [[", ".join(names), *cells] for cells, names in table.items()]
-    return ["", *common.markdown_table(["architectures", *columns(task)], rows), "", *listed, ""]
+def trained(row: dict[str, str]) -> bool:
+    """Return whether rung 2 trained the architecture, equally or with a difference."""
+    return row.get("trains", "differs").startswith("differs") and "drawn" not in row
+
+
+def summary(results: dict[str, dict]) -> list[str]:
+    """Return the table of each task: the trained architectures, and how many of them are equal in each column."""
+    rows = []
+    for task in TASKS:
+        found = results[task]["rows"].values()
+        drawn = [row for row in found if trained(row)]
+        equal = [str(sum(column not in row for row in drawn)) if column in columns(task) else "–" for column in COLUMNS]
+        rows.append([f"`{task}`", str(len(found)), str(len(drawn)), *equal])
+    return ["", *common.markdown_table(["task", "all", "trained", *COLUMNS], rows), ""]
 
 
 def main() -> None:

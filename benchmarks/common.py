@@ -1,6 +1,8 @@
 """Shared code of the benchmarks: reviews, child processes, sides that take turns, tables and result files."""
 
 import argparse
+import csv
+import io
 import json
 import os
 import re
@@ -299,6 +301,14 @@ def update(path: Path, change: Callable[[str], str], check: bool = False) -> boo
         write_whole(path, after)
         print(f"filled {path.relative_to(ROOT)}", file=sys.stderr)
     return after != before
+
+
+def write_table(name: str, lines: list[str], check: bool = False) -> list[Path]:
+    """Write a Markdown table to docs/tables/NAME.csv, and return the file if it changes; `check`: write nothing."""
+    path, text = ROOT / "docs" / "tables" / f"{name}.csv", io.StringIO()
+    rows = [line[2:-2].split(" | ") for line in lines]
+    csv.writer(text, lineterminator="\n").writerows([rows[0], *rows[2:]])
+    return [path] if update(path, lambda _: text.getvalue(), check) else []
 
 
 def fill_or_check(description: str, fill_files: Callable[[bool], list[Path]], remedy: str) -> int:

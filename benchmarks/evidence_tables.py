@@ -226,7 +226,7 @@ def longest_texts() -> list[str]:
     return common.markdown_table(["trained (rung)", *sizes], rows)
 
 
-BLOCKS = {block.__name__: block for block in (accuracies, whole, blog, ladder, longest_texts)}
+BLOCKS = {block.__name__: block for block in (whole, blog, ladder, longest_texts)}
 
 
 def lost(row: Row, whole: Row) -> float:
@@ -280,6 +280,7 @@ def speeds() -> dict:
 def fill_pages(check: bool = False) -> list[Path]:
     """Write tables, the planner's measured figures and the picture; return changed texts. `check`: write nothing."""
     changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check)
+    changed += common.write_table("accuracies", accuracies(), check)
     measured = json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
     if common.update(FILE, lambda _: measured, check):
         changed.append(FILE)

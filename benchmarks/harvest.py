@@ -427,6 +427,7 @@ def read_harvest(path: Path) -> dict:
 
 SIZES = "predicted, GB | measured, GB | difference", "{predicted:.2f} | {measured:.2f} | {difference:+.1%}"
 KERNELS = ("flash", "memory-efficient", "cuDNN", "math")
+AS_CSV = ("checks", "profile")  # tables in docs/tables/ instead of a page
 TABLES = {  # header and row
     "checks": (
         "check | result | largest difference of losses", "{name} | {result} | {largest_difference:.1e}",
@@ -520,12 +521,15 @@ def tables(content: dict) -> dict[str, list[str]]:
     for which, each in figures.get("calibration", {}).items():
         sizes = f"CUDA context {each['context'] / 1e9:.2f} GB, cuBLAS workspace {each['workspace'] / 1e9:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
+    passed = [run for run in rows["checks"] if run["passed"]]
+    worst = max((run.get("largest_difference", 0.0) for run in rows["checks"]), default=0.0)
+    verdict = f"{len(passed)} of {len(rows['checks'])} checks passed. The largest difference of a loss is {worst:.1e}."
     made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
-    return {"status": [status_of(content)], "machine": overhead} | made
+    return {"status": [status_of(content)], "machine": overhead, "verdict": [verdict]} | made
 
 
 def fill_pages(path: Path, check: bool = False) -> list[Path]:
-    """Fill the tables named after the file, e.g. `<!-- gpu:memory -->` for gpu.json; see `common.fill_pages`.
+    """Fill the tables named after the file, e.g. `<!-- gpu:memory -->` for gpu.json, and write those of `AS_CSV`.
 
     A table without figures says "not measured". A rehearsal is refused.
     """
@@ -535,7 +539,11 @@ def fill_pages(path: Path, check: bool = False) -> list[Path]:
         if content["machine"]["rehearsal"]:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
-    return common.fill_pages(path.stem, lambda name: blocks.get(name) or ["Not measured yet."], check)
+    changed = common.fill_pages(path.stem, lambda name: blocks.get(name) or ["Not measured yet."], check)
+    for name in AS_CSV:
+        if blocks.get(name):
+            changed += common.write_table(f"{path.stem}_{name}", blocks[name], check)
+    return changed
 
 
 def parse() -> argparse.Namespace:

@@ -52,10 +52,9 @@ GROUPS = {  # part of the options -> technique; the first that fits
     "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA", "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
-POSTS = "rasbt/"
 TABLES = {  # header and cells of a row
     "rows": (
-        "row | peer | model | technique | published | predicted | error",
+        "row | peer | model | technique | published, GB | predicted, GB | error",
         "{number} | {peer} | {model} | {technique} | {published_gb:.2f} | {predicted_gb:.2f} | {error:+.0%}{mark}",
     ),
     "techniques": (
@@ -164,18 +163,20 @@ def in_gb(record: dict) -> dict:
 
 
 def table(name: str, result: dict) -> list[str]:
-    """Return the lines of a table; that of the rows leaves out the posts, whose section has them."""
+    """Return the lines of a table."""
     if name == "rows":
-        peers = [(row, row["source"].split()[0]) for row in result["rows"] if not row["source"].startswith(POSTS)]
-        return common.table(*TABLES[name], [in_gb(row) | {"peer": peer} for row, peer in peers])
+        return common.table(*TABLES[name], [in_gb(row) | {"peer": row["source"].split()[0]} for row in result["rows"]])
     records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
     return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
 def fill_page(check: bool = False) -> list[Path]:
-    """Write the tables of the stored results into docs/from_the_posts.md; see `common.fill_pages`."""
+    """Write the tables of the stored results into docs/from_the_posts.md and docs/tables/; return what changes."""
     result = common.read_results(OUT)["published"]
-    return common.fill_pages("published", lambda name: table(name, result), check)
+    changed = common.fill_pages("published", lambda name: table(name, result), check)
+    for name, file in (("rows", "published_peaks"), ("series", "published_savings")):
+        changed += common.write_table(file, table(name, result), check)
+    return changed
 
 
 def main() -> None:

@@ -40,8 +40,7 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
 }  # fmt: skip
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
-PAGES = common.ROOT / "docs" / "techniques"
-NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - architectures\.md\n)", re.DOTALL)
+NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - techniques/options\.md\n)", re.DOTALL)
 
 
 def grouped() -> Iterator[tuple[str, list[Row]]]:
@@ -119,10 +118,9 @@ def techniques() -> list[str]:
 
 
 def navigation() -> str:
-    """Return the pages of techniques for mkdocs.yml: the groups, and the options of every rung."""
+    """Return the pages of techniques for mkdocs.yml, by group."""
     found = {group[0].upper() + group[1:]: [row.rung for row in rows] for group, rows in grouped()}
     found["Base"].insert(0, "0_pytorch")
-    found["Options of every rung"] = sorted(page.stem for page in PAGES.glob("[a-z]*.md"))
     lines = []
     for group, names in found.items():
         lines += [f"      - {group}:", *(f"          - techniques/{name}.md" for name in names)]

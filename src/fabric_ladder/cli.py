@@ -39,7 +39,7 @@ from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, train
 from fabric_ladder.techniques.advice import explain_errors
 
 CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
-CPU_FULL_PASS = 256  # tokens. A pass costs 20 to 60 tokens more than its tokens: see docs/techniques/micro_batches.md
+CPU_FULL_PASS = 256  # tokens. A pass costs 20 to 60 tokens more than its tokens: see docs/techniques/options.md
 FEW_SHAPES = 64  # tokens, with a graph for each shape
 BUCKET = 16  # tokens. Other lengths may use slower kernels; multiples of 64 would be mostly padding.
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring

@@ -73,9 +73,14 @@ def test_the_search_tries_rates(own, loss, rates, best):
 def test_the_tables_of_the_documents_agree_with_the_runs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evidence_tables.py", "--check"])
     assert (evidence_tables.main(), capsys.readouterr().out) == (0, "")
-    table = evidence_tables.accuracies()
-    monkeypatch.setitem(evidence_tables.BLOCKS, "accuracies", lambda: [*table, "| another row |"])
+    table = evidence_tables.whole()
+    monkeypatch.setitem(evidence_tables.BLOCKS, "whole", lambda: [*table, "| another row |"])
     assert (evidence_tables.main(), capsys.readouterr().out.split()[0]) == (1, "docs/results.md")
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["evidence_tables.py", "--check"])
+    table = evidence_tables.accuracies()
+    monkeypatch.setattr(evidence_tables, "accuracies", lambda: [*table, "| another row |"])
+    assert (evidence_tables.main(), capsys.readouterr().out.split()[0]) == (1, "docs/tables/accuracies.csv")
 
 
 def test_the_tables_of_all_rungs_agree_with_the_ladder(monkeypatch, capsys):

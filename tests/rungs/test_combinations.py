@@ -1,12 +1,13 @@
-"""Every technique that is a setting runs with every rung, or docs/combinations.md lists the refusal and its reason.
+"""Every technique that is a setting runs with every rung, or docs/tables/combinations.csv has the refusal.
 
-`make combinations` tries all pairs and writes the page. The slow test tries every 23rd pair, and of the compiled ones
+`make combinations` tries all pairs and writes the table. The slow test tries every 23rd pair, and of the compiled ones
 every 69th. The quick test tries each reason once, and each technique once in a pair that runs, without compiling.
 """
 
+import csv
+import io
 import json
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 from support.data_files import write_rows
 from support.helpers import MODELS, ROOT, RUNGS, finished, run_script
 
-TABLE = ROOT / "docs" / "combinations.md"
+TABLE = ROOT / "docs" / "tables" / "combinations.csv"
 INSTRUCTIONS = "--task instruction-tuning --max_length 512"
 TABLE_OF = "--dataset TABLE --problem_type "
 TECHNIQUES = {
@@ -72,14 +73,6 @@ TECHNIQUES = {
     "words, packing, LoRA": "--dataset TABLE --task token-classification --packing true --lora true",
 }
 ALL_PAIRS = [(technique, rung.stem) for technique in TECHNIQUES for rung in RUNGS]
-HEAD = """# Techniques and rungs that go together
-
-Each cell is a run of the rung with that setting, on one CPU process and a tiny model. Settings with equal answers share
-a row. A number is a refusal before any work; the reasons are below. `make combinations` tries every cell and writes
-this page. `make test-slow` tries every 23rd cell (of the compiled ones every 69th), and `make test` each reason and
-each technique once.
-
-"""
 Pair = tuple[str, str]  # pairs of technique and rung
 
 
@@ -115,36 +108,30 @@ def attempt(pairs: list[Pair], data: dict[str, str], compiled: bool = False) -> 
 
 
 def written_table() -> dict[Pair, str | None]:
-    """Return the page's reason for each refused pair, and None for the others."""
-    text = TABLE.read_text(encoding="utf-8")
-    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
-    head, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    """Return the table's reason for each refused pair, and None for the others."""
     stems = {rung.stem.split("_")[0]: rung.stem for rung in RUNGS}
-    cells = {}
-    for techniques, *row in rows:
-        for technique in techniques.split("; "):
-            cells |= {(technique, stems[number]): cell for number, cell in zip(head, row, strict=True)}
-    return {pair: None if cell == "yes" else reasons[cell.strip("()")] for pair, cell in cells.items()}
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        rows = [(row["technique"], row["rungs"].split(), row["answer"]) for row in csv.DictReader(file)]
+    return {(name, stems[rung]): None if answer == "runs" else answer for name, rungs, answer in rows for rung in rungs}
 
 
 def table(found: dict[Pair, str | None]) -> str:
-    """Return the Markdown: techniques down, those with equal answers in one row; rungs across; refusals numbered."""
-    reasons = list(dict.fromkeys(found[pair] for pair in ALL_PAIRS if found[pair]))
-    lines = [f"| | {' | '.join(rung.stem.split('_')[0] for rung in RUNGS)} |", "|---" * (len(RUNGS) + 1) + "|"]
+    """Return the CSV: a row for each technique and answer, with the rungs that answer so."""
     rows = {}
-    for technique in TECHNIQUES:
-        answers = [found[technique, rung.stem] for rung in RUNGS]
-        cells = [f"({reasons.index(answer) + 1})" if answer else "yes" for answer in answers]
-        rows.setdefault(" | ".join(cells), []).append(technique)
-    lines += [f"| {'; '.join(techniques)} | {cells} |" for cells, techniques in rows.items()]
-    return HEAD + "\n".join(lines) + "\n\n" + "\n".join(f"{n}. {reason}" for n, reason in enumerate(reasons, 1)) + "\n"
+    for technique, rung in ALL_PAIRS:
+        rows.setdefault((technique, found[technique, rung] or "runs"), []).append(rung.split("_")[0])
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerows([("technique", "rungs", "answer"), *((name, " ".join(rungs), answer)
+                                                         for (name, answer), rungs in rows.items())])  # fmt: skip
+    return file.getvalue()
 
 
 def is_compiled(pair: Pair) -> bool:
     return "compile" in pair[0] or pair[1] == "3_torch_compile"
 
 
-def test_each_reason_and_each_technique_agree_with_the_page(data):
+def test_each_reason_and_each_technique_agree_with_the_table(data):
     written = written_table()
     assert written.keys() == set(ALL_PAIRS)
     tried = list({reason: pair for pair, reason in written.items() if reason}.values())
