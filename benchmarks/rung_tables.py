@@ -41,6 +41,10 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
+POSTS = (
+    "This ladder follows Sebastian Raschka's articles on fine-tuning with little GPU memory, "
+    "[the posts](../from_the_posts.md)."
+)
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - architectures\.md\n)", re.DOTALL)
 
 
@@ -130,7 +134,7 @@ def navigation() -> str:
 
 
 def places(name: str) -> list[str]:
-    """Return the top of a rung's page: its files, its parent, the previous and the next rung."""
+    """Return the top of a rung's page: files, parent, the previous and the next rung, the posts."""
     names = ["0_pytorch", *(rung.stem for rung in RUNGS)]
     place = names.index(name)
     files, others = f"Plain script: `src/plain/{name}.py`.", {}
@@ -141,7 +145,7 @@ def places(name: str) -> list[str]:
         others["Previous:"] = names[place - 1]
     if place + 1 < len(names):
         others["Next:"] = names[place + 1]
-    return [files, *(f"{words} [{other}]({other}.md)." for words, other in others.items())]
+    return [files, *(f"{words} [{other}]({other}.md)." for words, other in others.items()), POSTS]
 
 
 def cards() -> list[str]:
