@@ -41,10 +41,7 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
-POSTS = (
-    "This ladder follows Sebastian Raschka's articles on fine-tuning with little GPU memory, "
-    "[the posts](../from_the_posts.md)."
-)
+POSTS = "*The posts*: [articles by Sebastian Raschka](../from_the_posts.md) on fine-tuning with little GPU memory."
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - architectures\.md\n)", re.DOTALL)
 
 
@@ -116,8 +113,7 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> list[str]:
 def techniques() -> list[str]:
     """Return the table of docs/index.md."""
     rows = [["[0_pytorch](techniques/0_pytorch.md)", "base", "rung 1 without Fabric, as a plain script only"]]
-    for rung in RUNGS:
-        row = row_of(rung.stem)
+    for row in (row_of(rung.stem) for rung in RUNGS):
         rows.append([f"[{row.rung}](techniques/{row.rung}.md)", row.group, row.title])
     return ["| rung | group | technique |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
 
