@@ -40,6 +40,8 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
 }  # fmt: skip
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
+PAGES = common.ROOT / "docs" / "techniques"
+POSTS = "*The posts*: [articles by Sebastian Raschka](../from_the_posts.md) on fine-tuning with little GPU memory."
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - techniques/options\.md\n)", re.DOTALL)
 
 
@@ -111,8 +113,7 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> list[str]:
 def techniques() -> list[str]:
     """Return the table of docs/index.md."""
     rows = [["[0_pytorch](techniques/0_pytorch.md)", "base", "rung 1 without Fabric, as a plain script only"]]
-    for rung in RUNGS:
-        row = row_of(rung.stem)
+    for row in (row_of(rung.stem) for rung in RUNGS):
         rows.append([f"[{row.rung}](techniques/{row.rung}.md)", row.group, row.title])
     return ["| rung | group | technique |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
 
@@ -128,7 +129,7 @@ def navigation() -> str:
 
 
 def places(name: str) -> list[str]:
-    """Return the top of a rung's page: its files, its parent, the previous and the next rung."""
+    """Return the top of a rung's page: files, parent, the previous and the next rung, the posts."""
     names = ["0_pytorch", *(rung.stem for rung in RUNGS)]
     place = names.index(name)
     files, others = f"Plain script: `src/plain/{name}.py`.", {}
@@ -139,7 +140,7 @@ def places(name: str) -> list[str]:
         others["Previous:"] = names[place - 1]
     if place + 1 < len(names):
         others["Next:"] = names[place + 1]
-    return [files, *(f"{words} [{other}]({other}.md)." for words, other in others.items())]
+    return [files, *(f"{words} [{other}]({other}.md)." for words, other in others.items()), POSTS]
 
 
 def cards() -> list[str]:

@@ -77,7 +77,8 @@ LEFT = """Left to do:
  4. src/{rung}.py and src/plain/{rung}.py: docstrings, and in the plain script the technique, with "# NEW in {number}"
  5. tests/rungs/test_rungs.py: the rung in CASES, if it needs options or a bound of its own, and its optimizer
  6. tests/techniques/test_{name}.py: what the technique must not change
- 7. docs/techniques/{rung}.md: the page; benchmarks/figures/techniques/{rung}.yaml: the sources of its figures
+ 7. docs/techniques/{rung}.md: the page, with a question and the planner's folded answer;
+    benchmarks/figures/techniques/{rung}.yaml: the sources of its figures
  8. notebooks/texts.yaml: problem, idea and code; then make notebooks
  9. docs/pictures/draw.py: its picture
 10. benchmarks/memory_ladder.csv: its entry, and one with `--attention eager`; python benchmarks/memory_ladder.py --new

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.helpers import ROOT, RUNGS
+from support.helpers import ROOT, RUNGS, finished, run_script
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.foreign import DEPENDENT, OWN_OPTIONS
@@ -34,6 +34,10 @@ OTHERS = set(
     "nproc-per-node nnodes max-restarts rdzv-backend rdzv-endpoint signal logdir strict include local_rank".split()
 )  # options of launchers
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ANSWER = re.compile(  # a command of the planner, and its table folded below it
+    r"^```bash\n(python scripts/plan_memory\.py [^`]*)```\n\n<details markdown>\n<summary>.*\n\n```\n([^`]*)```",
+    re.MULTILINE,
+)
 INLINE = re.compile(r"`([^`]+)`")
 
 
@@ -93,9 +97,28 @@ def test_a_technique_page_has_its_sections(name):
         assert language == "python"
         assert [line for line in code.splitlines() if line.strip() not in plain] == []
     log = "".join(path.read_text(encoding="utf-8") for path in (QUICKSTART / name).rglob("log.txt"))
-    printed = "".join(code for language, code in FENCE.findall(sections["Run it"]) if not language)
+    printed = "".join(code for language, code in FENCE.findall(ANSWER.sub("", sections["Run it"])) if not language)
     assert [line for line in printed.splitlines() if line not in log] == []
     assert printed or name == "12_deepspeed_zero", "the log of the quickstart"
+
+
+def answers() -> dict[str, tuple[str, str]]:
+    """Return the planner's commands of the technique pages, each with its folded answer."""
+    found = {}
+    for name in NAMES:
+        for pair in ANSWER.findall(text_of(DOCS / "techniques" / f"{name}.md")):
+            found[f"{name}-{len(found)}"] = pair
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", answers())
+def test_the_planner_prints_the_folded_answer(name):
+    command, answer = answers()[name]
+    _, script, *options = shlex.split(command.replace("\\\n", " "))
+    out = finished(run_script(ROOT / script, *options, cwd=ROOT, COLUMNS=80, HF_HUB_OFFLINE=1))
+    printed = [line.rstrip() for line in out.splitlines()]
+    assert [line for line in answer.splitlines() if line not in printed] == []
 
 
 def test_the_page_without_a_rung_shows_all_lines_that_fabric_changes():
