@@ -19,6 +19,8 @@ Three words of `options` replace a part of our code by the peer's, where the pee
 - `four_bits=keep`: 4-bit layers keep their inputs, as bitsandbytes 0.42 did.
 - `loss=whole`: the loss is transformers' own, which converts all logits to 32 bits.
 
+With `--only` and `--json`, the other rows of FILE stay as they are.
+
 No constant is fitted. Errors are (predicted - published) / published. `published_series.csv` names pairs of rows, whose
 differences cancel what the peer's model code adds. `--fill` writes the tables of docs/from_the_posts.md from the
 results.
@@ -49,7 +51,8 @@ OUT = common.RESULTS / "published.json"
 UNITS = {"GB": 10**9, "GiB": 2**30}
 NUMBERS = ("length", "micro_batch_size", "gpus", "classes")  # arguments of predict_memory that are no settings
 GROUPS = {  # part of the options -> technique; the first that fits
-    "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA", "optimizer=adam-": "low-bit optimizer",
+    "24_streamed": "streamed layers", "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA",
+    "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
 POSTS = "rasbt/"
@@ -190,12 +193,14 @@ def main() -> None:
         return
     if args.json:
         common.check_storable(args.json)
-    rows, records = read_rows(), []
+    stored = common.read_results(args.json).get("published", {}) if args.only and args.json else {}
+    rows, found = read_rows(), {record["number"]: record for record in stored.get("rows", [])}
     for row in rows:
         text = " ".join(map(str, row.values()))
         if row["options"] and (not args.only or any(word in text for word in args.only)):
             print(f"{row['number']} {row['source']}: {row['model']} …", file=sys.stderr, flush=True)
-            records.append(compare(row))
+            found[row["number"]] = compare(row)
+    records = [found[number] for number in sorted(found)]
     reasons = Counter(row["reason"].partition(":")[0] for row in rows if not row["options"])
     result = {"rows": records, "errors": summarize(records), "series": differences(records), "reasons": reasons}
     counted = sum(record["counts"] for record in records)
