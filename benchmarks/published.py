@@ -49,7 +49,8 @@ OUT = common.RESULTS / "published.json"
 UNITS = {"GB": 10**9, "GiB": 2**30}
 NUMBERS = ("length", "micro_batch_size", "gpus", "classes")  # arguments of predict_memory that are no settings
 GROUPS = {  # part of the options -> technique; the first that fits
-    "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA", "optimizer=adam-": "low-bit optimizer",
+    "24_streamed": "streamed layers", "gpus=": "several GPUs", "14_qlora": "QLoRA", "13_lora": "LoRA",
+    "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
 TABLES = {  # header and cells of a row
@@ -182,7 +183,9 @@ def fill_page(check: bool = False) -> list[Path]:
 def main() -> None:
     """Predict the rows, print the tables and store them."""
     parser = common.new_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows that contain one of the TEXTs")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="rows with one of the TEXTs; others of FILE stay"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--fill", action="store_true", help="only write the tables of docs/from_the_posts.md")
     args = parser.parse_args()
@@ -191,12 +194,13 @@ def main() -> None:
         return
     if args.json:
         common.check_storable(args.json)
-    rows, records = read_rows(), []
+    stored = common.read_results(args.json).get("published", {}) if args.only and args.json else {}
+    rows, found = read_rows(), {record["number"]: record for record in stored.get("rows", [])}
     for row in rows:
-        text = " ".join(map(str, row.values()))
-        if row["options"] and (not args.only or any(word in text for word in args.only)):
+        if row["options"] and (not args.only or any(word in str([*row.values()]) for word in args.only)):
             print(f"{row['number']} {row['source']}: {row['model']} …", file=sys.stderr, flush=True)
-            records.append(compare(row))
+            found[row["number"]] = compare(row)
+    records = [found[number] for number in sorted(found)]
     reasons = Counter(row["reason"].partition(":")[0] for row in rows if not row["options"])
     result = {"rows": records, "errors": summarize(records), "series": differences(records), "reasons": reasons}
     counted = sum(record["counts"] for record in records)

@@ -807,15 +807,16 @@ def published_peaks(figure: Figure, look: Look) -> None:
     """Peaks that others published, and their predictions."""
     rows = json.loads((RESULTS / "published.json").read_text(encoding="utf-8"))["published"]["rows"]
     colours = {"rasbt": "weights", "LitGPT": "exponent", "torchtune": "optimizer state", "torchao": "activations"}
+    colours |= {"PEFT": "temporary", "Soup": "gradients"}
     [axes] = panels(figure, look, "published by others · predicted here, without a fitted constant", left=0.75)
-    for source, colour in (colours | {"PEFT": "temporary"}).items():
+    for source, colour in colours.items():
         points = [row for row in rows if row["counts"] and row["source"].startswith(source)]
         x, y = ([row[side] / GB for row in points] for side in ("published", "predicted"))
         axes.scatter(x, y, s=26, color=look[colour], edgecolors=look["back"], linewidths=0.5, label=source, zorder=2)
-    ends = np.array([1.7, 90])
+    ends = np.array([0.2, 90])
     axes.plot(ends, ends, color=look["ink"], linewidth=1)
     axes.fill_between(ends, ends / 1.25, ends * 1.25, color=look["line"], alpha=0.5, linewidth=0, label="±25 %")
-    ticks = [2, 5, 10, 20, 50]
+    ticks = [0.5, 1, 2, 5, 10, 20, 50]
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="published, GB", ylabel="predicted, GB")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(ticks, list(map(str, ticks)))
