@@ -1,7 +1,9 @@
 """Streamed layers: the bits of rungs 13 and 17, the order of the copies, what is saved, and the predicted memory."""
 
+import itertools
 import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import find_blocks
 from fabric_ladder.planning.predict import predict_peak
+from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques import TECHNIQUES, check_together, streamed_layers, weight_steps
 from fabric_ladder.techniques.memory import Counts, streamed_weights
+from fabric_ladder.techniques.qlora import NF4_BYTES
 from fabric_ladder.techniques.streamed_layers import BlockStream, StreamedLayers, chosen_blocks, stream_blocks
 
 BLOCKS = 4
@@ -43,6 +47,10 @@ ALL_WEIGHTS = {
     "tied embeddings": ("tied", {**KAHAN, **CHECKPOINTED, "task": "instruction-tuning"}),
     "32-bit": ("bert", {"precision": "32-true"}),
 }
+
+
+def is_in_file(tensor):
+    return bool(tensor.untyped_storage().filename)
 
 
 def in_files(tmp_path):
@@ -123,7 +131,7 @@ def test_pretrained_weights_go_to_files_as_they_are_read(tmp_path, monkeypatch, 
 
     def watch(tensor, folder):
         nonlocal in_memory
-        in_memory = max(in_memory, 0 if tensor.untyped_storage().filename else tensor.nbytes)
+        in_memory = max(in_memory, 0 if is_in_file(tensor) else tensor.nbytes)
         return in_file(tensor, folder)
 
     in_file = streamed_layers.in_file
@@ -136,7 +144,7 @@ def test_pretrained_weights_go_to_files_as_they_are_read(tmp_path, monkeypatch, 
         model = Fabric(accelerator="cpu", devices=1, precision=settings.precision).setup(model)
         states.append(model.module.state_dict())
         weights = [weight for each in streamed_weights(model.module).values() for weight in each.values()]
-        assert all(bool(weight.untyped_storage().filename) == bool(more) for weight in weights)
+        assert all(is_in_file(weight) == bool(more) for weight in weights)
     assert in_memory <= largest
     assert not any((tmp_path / "files").iterdir())
     assert states[0].keys() == states[1].keys()
@@ -285,11 +293,14 @@ def test_cpu_memory_that_runs_out_loses_no_weight(tmp_path, monkeypatch):
     assert torch.equal(model(**inputs).loss, expected)
 
 
-@pytest.mark.parametrize("count", [True, 1, 2])
-@pytest.mark.parametrize("way", ["adapters", "files", "all weights"])
+@pytest.mark.parametrize(
+    ("way", "count"), [*itertools.product(["adapters", "all weights"], [True, 1, 2]), ("files", True), ("files", 2)]
+)
 def test_the_prediction_agrees_with_real_tensors_on_the_device_and_in_cpu_memory(tmp_path, monkeypatch, way, count):
     """Steps of a thread cannot be followed. The prediction adds all gradients, which may be in transfer together."""
     monkeypatch.setattr(weight_steps, "ThreadPoolExecutor", Immediately)
+    counts = PeakTracker._counts  # the operating system holds files
+    monkeypatch.setattr(PeakTracker, "_counts", lambda *given: counts(*given) and not is_in_file(given[1]))
     path = tmp_path / "deep.json"
     path.write_text(json.dumps(json.loads((MODELS / "bloom-quickstart.json").read_text()) | {"n_layer": 3}))
     values = {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}
@@ -310,6 +321,11 @@ def test_4_bit_blocks_leave_their_constants_on_the_device(tmp_path):
     peak = StreamedLayers().add_memory(NO_PEAK._replace(parameters=5000), counts, settings)
     assert peak.host == 800 / 2 + 200 * 2
     assert peak.parameters == 5000 - 800 + 2 * 80
+    from_files = replace(settings, stream_from="files")
+    assert StreamedLayers().add_memory(NO_PEAK, counts, from_files).host == 2 * 80
+    constants = 900 * (NF4_BYTES - 1 / 2)
+    assert StreamedLayers().loaded_bytes(4000, counts, settings) == 4000
+    assert StreamedLayers().loaded_bytes(4000, counts._replace(largest_layer=70), from_files) == round(280 + constants)
 
 
 def test_shared_weights_are_not_streamed(tmp_path):
