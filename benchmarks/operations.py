@@ -239,7 +239,7 @@ def streamed(args: argparse.Namespace) -> dict:
     """Compare gradients of streamed blocks with those of the same blocks on the device, bit by bit, in two passes."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings, streams, stream_blocks = parse_settings(args.options), [], streamed_layers.stream_blocks
-    streamed_layers.stream_blocks = lambda model: streams.append(stream_blocks(model))
+    streamed_layers.stream_blocks = lambda *given: streams.append(stream_blocks(*given))
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
     model = fabric.setup(build_model(settings, blank_datasets(2)))
     ids = torch.randint(model.config.vocab_size, (2, 1, args.tokens), device=fabric.device)

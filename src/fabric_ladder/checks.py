@@ -75,6 +75,8 @@ def check(settings: Settings) -> None:
     check_precision(settings, capability)
     check_logger(settings)
     check_snapshot(settings)
+    if settings.stream_from:
+        check_writable(Path(settings.stream_from), f"--stream_from {settings.stream_from}")
     check_model(settings)
     if settings.task == "image-classification":
         check_images(settings)

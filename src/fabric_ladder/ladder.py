@@ -112,6 +112,9 @@ TILES = Step(
 INPUTS_ON_HOST = Step(
     None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")
 )
+ALL_BLOCKS = Step(
+    None, "streams all blocks", ("--stream_layers", "true"), when=lambda settings: settings.stream_layers is not True
+)
 STATE_ON_HOST = "keeps the optimizer's state in CPU memory"
 WEIGHTS_ON_HOST = Step("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload", "optimizer"))
 BY_WEIGHT = {SHARDED: "not on sharded weights; leave it out (rung 11 steps in CPU memory)"}
@@ -424,14 +427,14 @@ LADDER = (
         },
         plans=tuple((*bits, *more) for bits in ((), IN_4_BITS) for more in ALONE_OR_CHECKPOINTED),
         short_name="streamed",
-        tries=(INPUTS_ON_HOST,),
+        tries=(ALL_BLOCKS, INPUTS_ON_HOST),
     ),
     Row(
         "",
         "29_streamed_training",
         group="weights",
         title="all weights trained in CPU memory, two blocks on the GPU",
-        tries=(INPUTS_ON_HOST,),
+        tries=(ALL_BLOCKS, INPUTS_ON_HOST),
     ),
     Row(
         "float8",

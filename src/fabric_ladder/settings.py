@@ -522,12 +522,22 @@ class Settings(DataSettings):
         at_least=1,
         aliases={"2048": "tiled_mlp"},
     )
-    stream_layers: bool = memory_setting(
+    stream_layers: bool | int = memory_setting(
         False,
         "Keep the blocks in CPU memory, and copy each to the device one block ahead of its use: frozen blocks with "
-        "`lora`, trained ones with `step_in_backward` and `optimizer_offload`.",
+        "`lora`, trained ones with `step_in_backward` and `optimizer_offload`. N: only N blocks, as far apart as "
+        "possible; the others stay on the device.",
         free_on_resume=True,
-        aliases={"true": "layer_offloading block_swap blocks_to_swap"},
+        at_least=0,
+        aliases={"true": "layer_offloading block_swap", "{}": "blocks_to_swap"},
+    )
+    stream_from: str | None = memory_setting(
+        None,
+        "Keep the frozen weights of `stream_layers` in files in this folder instead of CPU memory: a local SSD with "
+        "room for all weights. The files are gone when the run ends. Not on Windows.",
+        role=SURROUNDINGS,
+        metavar="FOLDER",
+        needs="stream_layers",
     )
     loss_chunk: int = memory_setting(
         256,

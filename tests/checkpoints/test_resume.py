@@ -167,6 +167,8 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
         pytest.param("15_packing", ("--task", "instruction-tuning", "--max_length", 256), marks=SLOW),
         pytest.param("23_tiled_mlp", ("--mlp_tile", 64), marks=SLOW),
         pytest.param("25_block_by_block", ("--block_steps", 2), marks=SLOW),
+        pytest.param("24_streamed_layers", ("--stream_layers", 1, "--stream_from", "files"), marks=SLOW),
+        pytest.param("29_streamed_training", ("--stream_layers", 1), marks=SLOW),
         *(pytest.param(name, (), marks=SLOW) for name in (
             "14_qlora", "16_bf16_that_learns", "17_step_in_backward", "18_low_bit_optimizer", "19_optimizer_offload",
             "20_activation_offload", "21_selective_checkpointing", "24_streamed_layers", "26_stateless")),

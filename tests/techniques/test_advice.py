@@ -38,6 +38,8 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         ("29_streamed_training", {"step_in_backward": True, "optimizer_offload": True, "stream_layers": True,
                                   "batch_size": 1},
          r"--activation_checkpointing true --activation_offload true, which keeps"),
+        ("24_streamed_layers", {"lora": True, "stream_layers": 3, "micro_batch_size": 1},
+         r"--stream_layers true, which streams all blocks"),
         ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed", "devices": 2},
          r"src/10_fsdp\.py --precision 32-true, which"),
         ("9_ddp", {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp", "devices": 2},

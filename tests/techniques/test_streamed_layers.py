@@ -1,6 +1,9 @@
 """Streamed layers: the bits of rungs 13 and 17, the order of the copies, what is saved, and the predicted memory."""
 
+import itertools
 import json
+import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +11,17 @@ from lightning import Fabric
 from support.helpers import MODELS, settings_for, token_datasets
 from support.planning import NO_PEAK, case, tracked_peak
 from support.training import losses, run_training
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import find_blocks
 from fabric_ladder.planning.predict import predict_peak
+from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques import TECHNIQUES, check_together, streamed_layers, weight_steps
 from fabric_ladder.techniques.memory import Counts, streamed_weights
-from fabric_ladder.techniques.streamed_layers import BlockStream, StreamedLayers, stream_blocks
+from fabric_ladder.techniques.qlora import NF4_BYTES
+from fabric_ladder.techniques.streamed_layers import BlockStream, StreamedLayers, chosen_blocks, stream_blocks
 
 BLOCKS = 4
 TINY = {"vocab_size": 64, "pad_token_id": 0, "hidden_size": 64, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
@@ -43,6 +49,14 @@ ALL_WEIGHTS = {
 }
 
 
+def is_in_file(tensor):
+    return bool(tensor.untyped_storage().filename)
+
+
+def in_files(tmp_path):
+    return {"stream_from": str(tmp_path / "files")}
+
+
 def prepared(tmp_path, kind, **values):
     """Return options of a run, its data and its model with adapters on all linear layers."""
     path = tmp_path / f"{kind}.json"
@@ -64,7 +78,14 @@ def trained(tmp_path, kind, **values):
 
 
 class Delayed(BlockStream):
-    """Copies arrive when a block waits for them. From the start of a copy until then its buffer holds NaN."""
+    """Copies arrive when a block waits for them. From the start of a copy until then its buffer holds NaN.
+
+    A staging buffer holds NaN from the end of its copy on.
+    """
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.coming = {}
 
     def _load(self, number):
         buffers, place = self._buffers, number % 2
@@ -72,31 +93,83 @@ class Delayed(BlockStream):
         if buffers.held[place] != content:
             buffers.held[place] = content
             buffers.device[place].fill_(255)
+            self.coming[place] = self._in_memory(number)
 
     def use(self, number, direction):
         super().use(number, direction)
-        source = self._buffers.host[number]
-        self._buffers.device[number % 2][: len(source)].copy_(source)
+        source = self.coming.pop(number % 2, None)
+        if source is not None:
+            self._buffers.device[number % 2][: len(source)].copy_(source)
+            if self._buffers.staging:
+                source.fill_(255)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_and_weights_are_those_of_rung_13_to_the_last_bit(tmp_path, monkeypatch, way):
+    """All blocks come from CPU memory, some of them, or all from files."""
     kind, values = WAYS[way]
     expected, weights, state = trained(tmp_path, kind, **values)
+    assert len(set(expected)) == 4
     monkeypatch.setattr(streamed_layers, "BlockStream", Delayed)
-    found, others, streamed = trained(tmp_path, kind, **values, stream_layers=True)
-    assert found == expected
-    assert len(set(found)) == 4
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(others[name], weight) for name, weight in weights.items())
-    assert state.keys() == streamed.keys()
-    for name, tensor in state.items():  # with the frozen weights, which are in CPU memory
-        assert torch.equal(streamed[name], tensor), name
+    for more in ({"stream_layers": True}, {"stream_layers": 3}, {"stream_layers": True, **in_files(tmp_path)}):
+        found, others, streamed = trained(tmp_path, kind, **values, **more)
+        assert found == expected, more
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(others[name], weight) for name, weight in weights.items())
+        assert state.keys() == streamed.keys()
+        for name, tensor in state.items():  # with the frozen weights, which are not on the device
+            assert torch.equal(streamed[name], tensor), name
 
 
-@pytest.mark.parametrize("stream", [BlockStream, Delayed])
+@pytest.mark.parametrize("values", [{"quantization": "nf4"}, {"precision": "bf16-true"}, {"precision": "bf16-mixed"}])
+def test_pretrained_weights_go_to_files_as_they_are_read(tmp_path, monkeypatch, values):
+    """The files have no names. Fabric's conversion to 16 bits writes others."""
+    path, values = tmp_path / "model", {"lora": True, "stream_layers": True} | values
+    configured = AutoConfig.for_model(**CONFIGS["llama"])
+    AutoModelForSequenceClassification.from_config(configured, dtype=torch.bfloat16).save_pretrained(path)
+    in_memory, largest = 0, 64 * 64 * 4
+
+    def watch(tensor, folder):
+        nonlocal in_memory
+        in_memory = max(in_memory, 0 if is_in_file(tensor) else tensor.nbytes)
+        return in_file(tensor, folder)
+
+    in_file = streamed_layers.in_file
+    monkeypatch.setattr(streamed_layers, "in_file", watch)
+    states = []
+    for more in ({}, in_files(tmp_path)):
+        settings = settings_for(tmp_path, model=str(path), **values, **more)
+        torch.manual_seed(0)
+        model = build_model(settings, token_datasets(train=4))
+        model = Fabric(accelerator="cpu", devices=1, precision=settings.precision).setup(model)
+        states.append(model.module.state_dict())
+        weights = [weight for each in streamed_weights(model.module).values() for weight in each.values()]
+        assert all(is_in_file(weight) == bool(more) for weight in weights)
+    assert in_memory <= largest
+    assert not any((tmp_path / "files").iterdir())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"^--stream_from \S+ cannot hold the weights; choose another[^\n]*$"):
+            streamed_layers.in_file(torch.ones(1000), str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("streamed", "expected"), [(True, range(9)), (3, [0, 4, 8]), (4, [0, 2, 5, 8]), (1, [0])])
+def test_streamed_blocks_are_as_far_apart_as_possible(streamed, expected):
+    assert chosen_blocks(streamed, 9) == [*expected]
+
+
+@pytest.mark.parametrize(("stream", "count"), [(BlockStream, True), (Delayed, True), (Delayed, 3)])
 @pytest.mark.parametrize("way", ALL_WEIGHTS)
-def test_training_all_weights_has_the_bits_of_rung_17(tmp_path, monkeypatch, way, stream):
+def test_training_all_weights_has_the_bits_of_rung_17(tmp_path, monkeypatch, way, stream, count):
     """In the end the run reads its best weights back from a checkpoint."""
     kind, values = ALL_WEIGHTS[way]
     values = ALL | {"epochs": 3, "best_weights": True} | values
@@ -105,7 +178,7 @@ def test_training_all_weights_has_the_bits_of_rung_17(tmp_path, monkeypatch, way
     whole.mkdir()
     streamed.mkdir()
     expected, _, state = trained(whole, kind, **values)
-    found, _, others = trained(streamed, kind, **values, **STREAMED)
+    found, _, others = trained(streamed, kind, **values, **STREAMED | {"stream_layers": count})
     assert found == expected
     assert len(set(found)) > 6
     assert state.keys() == others.keys()
@@ -127,8 +200,8 @@ class Done:
 class Watched(BlockStream):
     """Records the copies, the blocks in use, and what their weights are then."""
 
-    def __init__(self, blocks):
-        super().__init__(blocks)
+    def __init__(self, blocks, folder):
+        super().__init__(blocks, folder)
         self.weights = [[weight.detach().clone() for weight in block] for block in blocks]
         self.events = []
 
@@ -220,16 +293,21 @@ def test_cpu_memory_that_runs_out_loses_no_weight(tmp_path, monkeypatch):
     assert torch.equal(model(**inputs).loss, expected)
 
 
-@pytest.mark.parametrize("all_weights", [False, True])
-def test_the_prediction_agrees_with_real_tensors_on_the_device_and_in_cpu_memory(tmp_path, monkeypatch, all_weights):
+@pytest.mark.parametrize(
+    ("way", "count"), [*itertools.product(["adapters", "all weights"], [True, 1, 2]), ("files", True), ("files", 2)]
+)
+def test_the_prediction_agrees_with_real_tensors_on_the_device_and_in_cpu_memory(tmp_path, monkeypatch, way, count):
     """Steps of a thread cannot be followed. The prediction adds all gradients, which may be in transfer together."""
     monkeypatch.setattr(weight_steps, "ThreadPoolExecutor", Immediately)
+    counts = PeakTracker._counts  # the operating system holds files
+    monkeypatch.setattr(PeakTracker, "_counts", lambda *given: counts(*given) and not is_in_file(given[1]))
     path = tmp_path / "deep.json"
     path.write_text(json.dumps(json.loads((MODELS / "bloom-quickstart.json").read_text()) | {"n_layer": 3}))
     values = {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}
-    if all_weights:
+    values |= in_files(tmp_path) if way == "files" else {}
+    if all_weights := way == "all weights":
         values = ALL | {"optimizer_offload": True, "optimizer": "sgd", "micro_batch_size": 8}
-    settings, training, _ = case(tmp_path, "bloom", **values, model=str(path), stream_layers=True)
+    settings, training, _ = case(tmp_path, "bloom", **values, model=str(path), stream_layers=count)
     predicted, measured = predict_peak(settings, training), tracked_peak(settings, training)
     assert predicted.total == pytest.approx(measured.total, rel=0.01)
     assert predicted.host == pytest.approx((1 + all_weights) * measured.host, rel=0.01)
@@ -243,6 +321,11 @@ def test_4_bit_blocks_leave_their_constants_on_the_device(tmp_path):
     peak = StreamedLayers().add_memory(NO_PEAK._replace(parameters=5000), counts, settings)
     assert peak.host == 800 / 2 + 200 * 2
     assert peak.parameters == 5000 - 800 + 2 * 80
+    from_files = replace(settings, stream_from="files")
+    assert StreamedLayers().add_memory(NO_PEAK, counts, from_files).host == 2 * 80
+    constants = 900 * (NF4_BYTES - 1 / 2)
+    assert StreamedLayers().loaded_bytes(4000, counts, settings) == 4000
+    assert StreamedLayers().loaded_bytes(4000, counts._replace(largest_layer=70), from_files) == round(280 + constants)
 
 
 def test_shared_weights_are_not_streamed(tmp_path):
@@ -261,6 +344,8 @@ def test_shared_weights_are_not_streamed(tmp_path):
         ({"lora": True, "strategy": "ddp", "devices": 2}, "10_fsdp.py --lora true, which shards the weights$"),
         ({}, "add --lora true; or train all weights with --step_in_backward true and --optimizer_offload true"),
         ({"optimizer_offload": True}, "add --lora true; or train all weights with --step_in_backward true"),
+        ({"lora": True, "stream_layers": BLOCKS + 1}, "has 4 blocks; use at most 4, or true for all"),
+        (ALL | STREAMED | {"stream_from": "x"}, "--stream_from holds frozen weights alone"),
         (ALL | STREAMED | {"precision": "bf16-mixed"}, "mixed precision keeps a 16-bit copy of all weights"),
         (ALL | STREAMED | {"devices": 2}, "only on one device"),
         (ALL | STREAMED | {"max_grad_norm": 1.0}, "--max_grad_norm needs all gradients together"),

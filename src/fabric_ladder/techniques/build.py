@@ -1,5 +1,7 @@
 """The model and the optimizer of a run, with the techniques in use applied."""
 
+from contextlib import ExitStack
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -135,7 +137,9 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
         read = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
         return as_in_training(read)
     silence_loading()
-    with reachable(settings.model, "weights") as local:
+    with reachable(settings.model, "weights") as local, ExitStack() as reading:
+        for technique in used(settings):
+            reading.enter_context(technique.reading(settings))
         heads = None if settings.task == "instruction-tuning" else head_names
         return load_weights(model_class, settings.model, heads, config=config, **loading | local)
 

@@ -3,6 +3,9 @@
 With adapters these are the frozen weights. Without adapters all weights are trained: `WeightSteps` steps them in CPU
 memory, as soon as the backward pass has a gradient (as MegaTrain does, 2026, arXiv:2604.05091).
 
+With `stream_from` frozen weights are in files, and the blocks go to the device through two staging buffers in CPU
+memory. The files have no names, so the system removes them with the process, however it ends.
+
 The device has two buffers. Block N is always copied into buffer N % 2, and its weights are fixed views of that buffer.
 So tensors that autograd has saved are right again whenever the block is back. ZeRO-Infinity overlaps such copies with
 the computation (Rajbhandari et al., 2021, arXiv:2104.07857).
@@ -18,19 +21,28 @@ weights, and the block before it waits for these gradients. So all computation o
 copy into its buffer is started.
 """
 
+import os
+import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
+from fabric_ladder.errors import refused
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.checkpointing import host_memory
+from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight, streamed_weights
+from fabric_ladder.techniques.qlora import NF4_BYTES
 from fabric_ladder.techniques.technique import Technique
 
 ALIGNMENT = 256  # bytes between the starts of two weights: enough for every kernel
@@ -41,7 +53,8 @@ class _Buffers(NamedTuple):
     """The memory of the blocks, and what the buffers hold.
 
     Attributes:
-        host: The weights of each block in CPU memory, as bytes.
+        host: The weights of each block in CPU memory or in a file, as bytes.
+        staging: Two buffers in CPU memory for blocks in files; else none.
         device: The two buffers.
         copying: The stream of the copies; None: they are made immediately.
         held: The block in each buffer, and the version of its weights in CPU memory.
@@ -49,6 +62,7 @@ class _Buffers(NamedTuple):
     """
 
     host: list[Tensor]
+    staging: list[Tensor]
     device: list[Tensor]
     copying: torch.cuda.Stream | None
     held: list[tuple[int, int] | None]
@@ -62,13 +76,15 @@ class BlockStream:
 
     Args:
         blocks: The weights of each block, in the order of the forward pass.
+        folder: Folder of the files; None: the blocks are in CPU memory.
 
     Attributes:
         device: The device of the buffers.
     """
 
-    def __init__(self, blocks: list[list[nn.Parameter]]):
+    def __init__(self, blocks: list[list[nn.Parameter]], folder: str | None = None):
         self.device = torch.device("cpu")
+        self.folder = folder
         self._blocks = blocks
         self._buffers: _Buffers | None = None
 
@@ -106,6 +122,7 @@ class BlockStream:
             return
         buffers.held[place] = number, source._version
         target = buffers.device[place][: len(source)]
+        source = self._in_memory(number)
         if buffers.copying is None:
             target.copy_(source)
             return
@@ -114,9 +131,18 @@ class BlockStream:
             target.copy_(source, non_blocking=True)
         buffers.done[place] = buffers.copying.record_event()
 
+    def _in_memory(self, number: int) -> Tensor:
+        """Return the bytes of a block in CPU memory; those of a file are read into a staging buffer."""
+        buffers, source = self._buffers, self._buffers.host[number]
+        if not buffers.staging:
+            return source
+        if done := buffers.done[number % 2]:
+            done.synchronize()  # the copy of the block before may still read this staging buffer
+        return buffers.staging[number % 2][: len(source)].copy_(source)
+
     @torch.no_grad()
     def _make(self) -> _Buffers:
-        """Copy all weights to pinned memory, block by block, and turn them into views of the buffers.
+        """Copy all weights to pinned memory or to files, block by block, and turn them into views of the buffers.
 
         If memory runs out in between, no weight is lost: a weight is a view of its copy until all have one.
         """
@@ -124,19 +150,41 @@ class BlockStream:
         sizes = [sum(map(_aligned, block)) for block in self._blocks]
         largest = [max(sizes[place::2], default=0) for place in range(2)]
         device = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in largest]
+        staging = [_host_bytes(size, on_cuda) for size in largest] if self.folder else []
         host = []
-        for block, size in zip(self._blocks, sizes, strict=True):
-            host.append(_host_bytes(size, on_cuda))
-            for view, weight in zip(_views(block, host[-1]), block, strict=True):
+        for number, (block, size) in enumerate(zip(self._blocks, sizes, strict=True)):
+            whole = staging[number % 2][:size] if staging else _host_bytes(size, on_cuda)
+            for view, weight in zip(_views(block, whole), block, strict=True):
                 view.copy_(weight)
                 weight.streamed_from = view
+            host.append(in_file(whole, self.folder))
             _give_views(block, host[-1])
         for number, block in enumerate(self._blocks):
             _give_views(block, device[number % 2])
         copying = torch.cuda.Stream(self.device) if on_cuda else None
         for buffer in device if on_cuda else ():
             buffer.record_stream(copying)  # a last copy may still be in transfer when the model is deleted
-        return _Buffers(host, device, copying, [None, None], [None, None])
+        return _Buffers(host, staging, device, copying, [None, None], [None, None])
+
+
+def in_file(tensor: Tensor, folder: str | None) -> Tensor:
+    """Return the tensor in a memory-mapped file without a name in this folder; without a folder, as it is.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    if not folder or not tensor.numel() or tensor.untyped_storage().filename:
+        return tensor
+    content = tensor.contiguous().view(-1).view(torch.uint8)
+    with refused(f"--stream_from {folder} cannot hold the weights; choose another folder"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(content.numpy())
+            file.flush()
+            os.fsync(file.fileno())  # a full disk may show here; and the system can drop written pages from memory
+            name = f"/dev/fd/{file.fileno()}"
+            mapped = torch.from_file(name, shared=True, size=len(content), dtype=torch.uint8)
+    return mapped.view(tensor.dtype).view(tensor.shape)
 
 
 def _host_bytes(size: int, pinned: bool) -> Tensor:
@@ -176,7 +224,17 @@ def _give_views(block: list[nn.Parameter], memory: Tensor) -> None:
         weight.data = view
 
 
-def stream_blocks(model: nn.Module) -> BlockStream:
+def chosen_blocks(streamed: bool | int, blocks: int) -> list[int]:
+    """Return the numbers of the streamed blocks: all, or N blocks that are as far apart as possible.
+
+    So the copy of a block has the time of several blocks. Which blocks it is does not change the peak.
+    """
+    if streamed is True or streamed >= blocks:
+        return [*range(blocks)]
+    return [number * (blocks - 1) // max(1, streamed - 1) for number in range(streamed)]
+
+
+def stream_blocks(model: nn.Module, streamed: bool | int = True, folder: str | None = None) -> BlockStream:
     """Keep the weights of the model's blocks in CPU memory, in place; return their stream. Adapters stay on the device.
 
     Weights that a block shares with another module stay on the device. So do buffers, and the constants that unpack
@@ -184,10 +242,15 @@ def stream_blocks(model: nn.Module) -> BlockStream:
 
     Args:
         model: A model in CPU memory, before Fabric sets it up.
+        streamed: The value of `stream_layers`.
+        folder: The value of `stream_from`.
     """
-    blocks = streamed_weights(model)
-    stream = BlockStream([list(weights.values()) for weights in blocks.values()])
-    for number, (block, weights) in enumerate(blocks.items()):
+    found = [*streamed_weights(model).items()]
+    blocks = [found[number] for number in chosen_blocks(streamed, len(found))]
+    stream = BlockStream([list(weights.values()) for _, weights in blocks], folder)
+    for number, (block, weights) in enumerate(blocks):
+        for weight in weights.values():
+            weight.data = in_file(weight.data, folder)
         block._apply = partial(_apply, block, stream, set(map(id, weights.values())))
         block.register_forward_pre_hook(lambda *_, number=number: stream.use(number, FORWARD))
         block.register_forward_hook(partial(_await_gradient, stream, number))
@@ -218,7 +281,7 @@ def _apply(block: nn.Module, stream: BlockStream, streamed: set[int], function, 
         if constants := getattr(tensor, "quant_state", None):  # 4-bit weights are packed in CPU memory
             constants.to(like.device)
             return tensor
-        return tensor.data.to("cpu", like.dtype)
+        return in_file(tensor.data.to("cpu", like.dtype), stream.folder)
 
     return type(block)._apply(block, move, recurse)
 
@@ -238,13 +301,43 @@ class StreamedLayers(Technique):
             )
         if not settings.lora and settings.precision.endswith("mixed"):
             return "mixed precision keeps a 16-bit copy of all weights on the device; use --precision bf16-true"
+        if settings.stream_from and not settings.lora:
+            return "--stream_from holds frozen weights alone, and each step would write trained ones; leave it out"
         model = meta_model(settings)
-        if not find_blocks(model):
+        if not (blocks := len(find_blocks(model))):
             return f"transformers marks no blocks in {model.config.model_type}; leave it out"
+        if settings.stream_layers > blocks:
+            return f"{settings.model} has {blocks} blocks; use at most {blocks}, or true for all"
         return None
 
+    def notice(self, settings: Settings) -> str | None:
+        lines = []
+        if settings.stream_layers is not True and settings.stream_layers <= 2:
+            lines += ["two streamed blocks are on the device at any time, so up to 2 free no memory"]
+        if settings.stream_from:
+            lines += [f"the files of frozen weights in {settings.stream_from} have no names, and go when the run ends"]
+        return f"Streamed layers: {'; '.join(lines)}" if lines else None
+
+    @contextmanager
+    def reading(self, settings: Settings) -> Iterator[None]:
+        """Move each weight to a file when transformers has read it."""
+        if not settings.stream_from:
+            yield
+            return
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # otherwise threads read all weights before they are written
+
+        def move(module: nn.Module, name: str, weight: nn.Parameter) -> None:
+            if weight.device.type == "cpu":
+                weight.data = in_file(weight.data, settings.stream_from)
+
+        handle = register_module_parameter_registration_hook(move)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        stream_blocks(model)
+        stream_blocks(model, settings.stream_layers, settings.stream_from)
         return model
 
     def rehearsed(self, settings: Settings) -> Settings:
@@ -253,16 +346,37 @@ class StreamedLayers(Technique):
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Move the weights of the blocks to CPU memory, except two buffers of a block's size.
 
-        `OptimizerOffload` has counted trained weights there.
+        `OptimizerOffload` has counted trained weights there. Blocks in files have two staging buffers there.
         """
-        streamed = _streamed_bytes(counts, settings)
-        buffers = 2 * streamed * counts.largest_block / max(1, counts.in_blocks)
-        host = peak.host + round(streamed) * settings.lora
+        whole = _streamed_bytes(counts, settings)
+        streamed = whole * _streamed_share(settings)
+        count = 2 if settings.stream_layers is True else min(2, settings.stream_layers)
+        buffers = count * whole * counts.largest_block / max(1, counts.in_blocks)
+        host = peak.host + round(buffers if settings.stream_from else streamed) * settings.lora
         return peak._replace(parameters=peak.parameters - round(streamed - buffers), host=host)
 
-    def bytes_per_pass(self, settings: Settings) -> int:
+    def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
+        """Return the bytes of one weight on its way to a file, and of all that is not written while it is read.
+
+        These are the constants of 4-bit weights, and the linear layers that adapters convert to 16 bits.
+        """
+        if not settings.stream_from:
+            return loaded
+        kept = NF4_BYTES - 1 / 2 if settings.quantization != "no" else 2 * settings.precision.endswith("mixed")
+        return LoRA().loaded_bytes(4 * counts.largest_layer, counts, settings) + round(kept * counts.linear)
+
+    def bytes_per_pass(self, settings: Settings) -> float:
         """Return the bytes of weights that come to the device in the forward and in the backward pass."""
-        return round(2 * _linear_bytes(settings))
+        return 2 * _linear_bytes(settings) * _streamed_share(settings)
+
+
+def _streamed_share(settings: Settings) -> float:
+    """Return the part of the blocks' weights that is streamed."""
+    if settings.stream_layers is True:
+        return 1
+    weights = streamed_weights(meta_model(settings)).values()
+    sizes = [sum(weight.numel() for weight in block.values()) for block in weights]
+    return sum(sizes[number] for number in chosen_blocks(settings.stream_layers, len(sizes))) / max(1, sum(sizes))
 
 
 def _linear_bytes(settings: Settings) -> float:

@@ -1,5 +1,7 @@
 """The base class of all techniques, with all that a technique can state about itself."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -108,6 +110,10 @@ class Technique:
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse a precision that the technique in use cannot work with, like `check`; the planner calls it too."""
 
+    def reading(self, settings: Settings) -> AbstractContextManager:
+        """Return the context in which pretrained weights are read."""
+        return nullcontext()
+
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the model with the technique applied, before Fabric sets it up."""
         return model
@@ -149,6 +155,6 @@ class Technique:
         """Return the bytes of weights that a rank has in CPU memory first; `loaded` bytes without the technique."""
         return loaded
 
-    def bytes_per_pass(self, settings: Settings) -> int:
+    def bytes_per_pass(self, settings: Settings) -> float:
         """Return the bytes per weight that cross a link to other GPUs or to CPU memory in each pass."""
         return 0
