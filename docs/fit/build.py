@@ -14,14 +14,13 @@ gradients accumulate) and evaluation batches of 4,096 tokens. Two shortcuts save
 """
 
 import argparse
-import json
 import subprocess
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 
+import stored
 import torch
 import transformers
 
@@ -35,12 +34,11 @@ from fabric_ladder.planning.plan import HOST_MEMORY, find_samples
 from fabric_ladder.planning.planner import Samples, host_bytes
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse, to_rehearse
+from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import trains_adapters, used
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak, count_parameters
 
-DATA = Path(__file__).parent / "data.js"
-START = "const FIT = "
 TEXTS, ANSWERS, IMAGES = "text-classification", "instruction-tuning", "image-classification"
 SHORT, LONG = (128, 256, 512), (512, 1024, 2048)  # tokens
 SIZES = (1, 2, 4, 8, 16)  # samples of a micro-batch
@@ -128,6 +126,11 @@ class _Passes:
         return self.known[name].peak(settings, *largest_batches(settings, tokens, self.samples.image_size))
 
 
+def takes_whole_batch(rung: str) -> bool:
+    """Return whether a rung takes the effective batch in one micro-batch, without gradients to add to."""
+    return "step_in_backward" in script_defaults(rung)
+
+
 def effective_batch(size: int) -> int:
     """Return the effective batch of the commands with micro-batches of this many samples."""
     return max(16, 2 * size)
@@ -140,7 +143,7 @@ def read_rows(task: str) -> dict[tuple[int, int], Candidate]:
     for number, (rung, options, *_) in enumerate(ROWS):
         for size in (1, 2, 16):
             sizes = ["--micro_batch_size", str(size), "--batch_size", str(effective_batch(size))]
-            if rung.startswith(("17_", "29_")):  # the effective batch is one pass
+            if takes_whole_batch(rung):
                 sizes = ["--batch_size", str(size)]
             words = ["--model", str(find_shipped_config(name)), "--max_length", str(lengths[0] or 1024), *sizes]
             [found[number, size]], _ = read_candidates([(rung, options)], [*words, "--task", task], 1)
@@ -169,7 +172,7 @@ def count_host(name: str, candidates: dict[tuple[int, int], Candidate]) -> list[
 
 
 def predict_model(name: str, task: str, lengths: tuple[int, ...], rungs: list[str]) -> dict[str, dict[str, list]]:
-    """Return the peaks of a model by length and by key of the row, as `_row` returns them; `rungs`: of these alone."""
+    """Return the peaks of a model by length and by key of the row, as `_peaks` has them; `rungs`: of these alone."""
     torch.set_num_threads(1)
     found = {str(length): {} for length in lengths}
     for gpu in (ANY, OLD):
@@ -186,12 +189,12 @@ def predict_model(name: str, task: str, lengths: tuple[int, ...], rungs: list[st
                 samples, _ = find_samples(settings, 2)
                 passes = passes or _Passes(samples, gpu, stack)
                 for length in lengths:
-                    row = _row(passes, settings, length)
+                    row = _peaks(passes, settings, length)
                     found[str(length)][f"{number}{'old' if gpu is OLD else ''}"] = row
     return found
 
 
-def _row(passes: _Passes, settings: Settings, length: int) -> list[list[int]]:
+def _peaks(passes: _Passes, settings: Settings, length: int) -> list[list[int]]:
     """Return for each of SIZES the peak in MB: weights, gradients, optimizer, activations, logits, other."""
     peaks = {size: passes.peak(settings, length, size) for size in (1, 2, 16)}
     for size in (4, 8):
@@ -216,11 +219,6 @@ def _between(two: Peak, sixteen: Peak, size: int) -> Peak | None:
     return two._replace(**middle)
 
 
-def read_data() -> dict:
-    """Return the stored figures."""
-    return json.loads(DATA.read_text(encoding="utf-8").removeprefix(START).rstrip(";\n"))
-
-
 def main() -> None:
     """Predict the named models, or all, and write the data of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -229,7 +227,7 @@ def main() -> None:
     parser.add_argument("--rest", action="store_true")
     arguments = parser.parse_args()
     wanted = [] if arguments.rest else arguments.models or list(MODELS)
-    kept = read_data()["models"] if DATA.exists() else {}
+    kept = stored.read()["models"] if stored.DATA.exists() else {}
     kept = {label: model for label, model in kept.items() if label in MODELS}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     made = {"commit": commit.stdout.strip(), "torch": torch.__version__, "transformers": transformers.__version__}
@@ -271,12 +269,19 @@ def _write(models: dict, planned: dict) -> None:
         "gpus": [_gpu(gpu, bounds.index(assume(gpu.capability))) for gpu in GPUS],
         "host_memory": HOST_MEMORY / 1e9,
         "sizes": SIZES,
-        "rows": [[rung, " ".join(options), words, int(suits)] for rung, options, words, suits in ROWS],
-        "all_weights": [int("lora" not in rung) for rung, *_ in ROWS],
+        "rows": [_row(*row) for row in ROWS],
         **planned,
         "models": {label: models[label] for label in MODELS if label in models},
     }
-    DATA.write_text(f"{START}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
+    stored.write(data)
+
+
+def _row(rung: str, options: tuple[str, ...], title: str, suits: bool) -> dict:
+    """Return a row of the form; `whole`: the effective batch is one micro-batch; `all`: all weights are trained."""
+    facts = {"suits": suits, "whole": takes_whole_batch(rung), "all": not script_defaults(rung).get("lora")}
+    return {"rung": rung, "options": " ".join(options), "title": title} | {
+        key: int(fact) for key, fact in facts.items()
+    }
 
 
 def _gpu(gpu: Gpu, bound: int) -> list:

@@ -38,10 +38,11 @@
     const peaks = model.tasks[question.task][question.length];
     const column = FIT.sizes.indexOf(question.batch);
     const host = FIT.host[question.model][question.task].map((value) => value * 1e6);
-    const rows = FIT.rows.flatMap(([rung, options, title, suits], number) => {
-      if (question.old && !suits) return [];
+    const rows = FIT.rows.flatMap((facts, number) => {
+      if (question.old && !facts.suits) return [];
       const peak = (question.old && peaks[`${number}old`]) || peaks[number]; // in 32 bits all GPUs take the same
-      const [weights, gradients, optimizer, activations, logits, other] = peak[column].map((value) => value * 1e6);
+      const whole = [...peak[0].slice(0, 6 - peak[column].length), ...peak[column]]; // see stored.py
+      const [weights, gradients, optimizer, activations, logits, other] = whole.map((value) => value * 1e6);
       const tensors = weights + gradients + optimizer + activations + logits + other;
       const [low, expected, high] = FIT.overhead[question.overhead].map(
         ([context, workspace, fragmentation]) => tensors + context + workspace + fragmentation * (tensors + workspace),
@@ -50,20 +51,19 @@
       let verdict = high <= question.memory ? "fits" : low <= question.memory ? "close" : "no";
       if (verdict !== "no" && host[number] > question.host * GB) verdict = "host";
       const place = FIT.order[question.task][number][column];
-      const row = { rung, title, parts, low, expected, high, verdict, place, host: host[number] };
-      return [{ ...row, all: FIT.all_weights[number], command: command(question, rung, options) }];
+      const row = { ...facts, parts, low, expected, high, verdict, place, host: host[number] };
+      return [{ ...row, command: command(question, facts) }];
     });
     return rows.sort((one, other) => rank(one) - rank(other) || one.place - other.place || one.expected - other.expected);
   }
 
-  function command(question, rung, options) {
+  function command(question, { rung, options, whole }) {
     const words = ["python", `src/${rung}.py`, "--model", FIT.models[question.model].name];
     if (question.task !== "text-classification") words.push("--task", question.task);
     if (question.task === "instruction-tuning") words.push("--dataset", "answers.jsonl");
     if (question.task === "text-classification") words.push("--dataset", "texts.csv");
     if (question.task === "image-classification") words.push("--dataset", "photos/");
     else words.push("--max_length", question.length);
-    const whole = /^(17|29)_/.test(rung); // the effective batch is one micro-batch
     if (!whole) words.push("--micro_batch_size", question.batch);
     if (whole || question.batch === 16) words.push("--batch_size", whole ? question.batch : 32);
     return options ? `${words.join(" ")} ${options}` : words.join(" ");

@@ -1,11 +1,11 @@
 """The page "Will it fit?" shows what `predict_memory` predicts."""
 
 import html
-import json
 import random
 import re
 import shutil
 import subprocess
+import sys
 from urllib.parse import urlencode
 
 import pytest
@@ -23,7 +23,10 @@ from fabric_ladder.planning.run_memory import predict_memory
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
 
 FIT = ROOT / "docs" / "fit"
-DATA = json.loads((FIT / "data.js").read_text(encoding="utf-8").removeprefix("const FIT = ").rstrip(";\n"))
+sys.path.append(str(FIT))
+import stored  # noqa: E402
+
+DATA = stored.read()
 FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
 COLUMNS = ("weights", "gradients", "optimizer state", "activations", "other", "CUDA", "expected", "low", "high", "host")
 QUESTIONS = [
@@ -55,10 +58,9 @@ def ask(question: dict[str, str], profile) -> tuple[str, list[dict[str, str]]]:
     return done.stdout, rows
 
 
-WHOLE = ("17_", "29_")  # rungs whose effective batch is one micro-batch
 SMALL = ("BERT base", "GPT-2", "BLOOM 560m", "Qwen3 0.6B", "ViT large")  # predicted in seconds
 CELLS = [
-    (number, old) for number, (*_, suits) in enumerate(DATA["rows"]) for old in ([False, True] if suits else [False])
+    (number, old) for number, row in enumerate(DATA["rows"]) for old in ([False, True] if row["suits"] else [False])
 ]
 
 
@@ -66,31 +68,32 @@ CELLS = [
 @pytest.mark.parametrize(("number", "old"), CELLS)
 def test_the_stored_figures_are_those_of_the_predictor(number, old):
     """One question for each technique, and for each that suits a T4 another one there."""
-    if old and DATA["rows"][number][0] == "2_grad_accum":
+    row = DATA["rows"][number]
+    if old and row["rung"] == "2_grad_accum":
         pytest.skip("32-bit weights take the same memory on a T4, so that the page has no other figure")
     chance = random.Random(number + 100 * old)
     question = chance.choice([each for each in QUESTIONS if each["model"] in SMALL])
-    model, (rung, options, *_) = DATA["models"][question["model"]], DATA["rows"][number]
-    stored = model["tasks"][question["task"]][question["length"]][f"{number}{'old' * old}"]
+    model = DATA["models"][question["model"]]
+    peaks = model["tasks"][question["task"]][question["length"]][f"{number}{'old' * old}"]
     size = int(question["batch"])
     given = {"batch_size": max(16, 2 * size), "eval_batch_tokens": None, "task": question["task"]}
-    if rung.startswith(WHOLE):
+    if row["whole"]:
         given["batch_size"] = size
     peak = predict_memory(
         str(find_shipped_config(model["name"])),
-        rung,
+        row["rung"],
         length=int(question["length"]) or 1024,  # not used for images
         micro_batch_size=size,
         gpu="T4" if old else "A100 80GB",
-        **given | read_words(options.split()),
+        **given | read_words(row["options"].split()),
     ).tensors
     found = [getattr(peak, part) / 1e6 for part in ON_DEVICE]
-    assert found == pytest.approx(stored[DATA["sizes"].index(size)], abs=max(1, 0.01 * peak.total / 1e6)), question
+    assert found == pytest.approx(peaks[DATA["sizes"].index(size)], abs=max(1, 0.01 * peak.total / 1e6)), question
 
 
-def stored(row: dict[str, str], question: dict[str, str], gpu: str) -> Peak:
+def stored_peak(row: dict[str, str], question: dict[str, str], gpu: str) -> Peak:
     """Return the stored peak of a row of the page."""
-    number = next(number for number, (*_, words, _) in enumerate(DATA["rows"]) if row["name"].endswith(words))
+    number = next(n for n, known in enumerate(DATA["rows"]) if row["name"] == f"{known['rung']}: {known['title']}")
     rows = DATA["models"][question["model"]]["tasks"][question["task"]][question["length"]]
     old = find_gpu(gpu).capability < (8, 0)
     parts = rows.get(f"{number}{'old' * old}", rows.get(str(number)))[DATA["sizes"].index(int(question["batch"]))]
@@ -106,9 +109,9 @@ def test_the_page_shows_the_stored_figures(tmp_path, seed):
     question = chance.choice(QUESTIONS)
     gpu = "T4" if seed % 3 == 0 else chance.choice(GPUS).name
     _, rows = ask(question | {"gpu": gpu}, tmp_path)
-    assert len(rows) == sum(suits or find_gpu(gpu).capability >= (8, 0) for *_, suits in DATA["rows"])
+    assert len(rows) == sum(each["suits"] or find_gpu(gpu).capability >= (8, 0) for each in DATA["rows"])
     row = chance.choice(rows)
-    tensors = stored(row, question, gpu)
+    tensors = stored_peak(row, question, gpu)
     low, expected, high = (overhead.needed(tensors) for overhead in assume(find_gpu(gpu).capability))
     values = (tensors.parameters, tensors.gradients, tensors.optimizer_state, tensors.activations + tensors.logits)
     values += (tensors.other, expected - tensors.total, expected, low, high)
@@ -127,7 +130,7 @@ def test_the_page_chooses_as_the_planner_does(tmp_path):
     question = {"model": "Qwen3 0.6B", "task": "instruction-tuning", "length": "1024", "batch": "2"}
     words = ["--model", str(find_shipped_config("Qwen/Qwen3-0.6B")), "--task", question["task"]]
     words += ["--micro_batch_size", "2"]
-    choices = [(rung, tuple(options.split())) for rung, options, *_ in DATA["rows"] if not rung.startswith(WHOLE)]
+    choices = [(row["rung"], tuple(row["options"].split())) for row in DATA["rows"] if not row["whole"]]
     candidates, problems = read_candidates(choices, words, 1)
     assert not problems
     gpu = find_gpu("A100 80GB")._replace(name="a GPU", memory=card_memory(gigabytes))
@@ -184,22 +187,22 @@ def test_the_data_hold_what_the_page_promises():
             for rows in peaks.values():
                 plain = [number for number in rows if number.isdigit()]
                 assert sorted(map(int, plain)) == list(range(len(DATA["rows"])))
-                assert len(rows) - len(plain) == sum(suits for *_, suits in DATA["rows"][1:])
+                assert len(rows) - len(plain) == sum(row["suits"] for row in DATA["rows"][1:])
 
 
 def test_the_stored_order_is_the_planners():
     """For three rows of the task whose accuracies were measured; rung 17 with a batch of 1 loses accuracy."""
     model = str(find_shipped_config("bigscience/bloom-560m"))
     rows = [
-        number for number, row in enumerate(DATA["rows"]) if row[:2] in (["2_grad_accum", ""], ["5_low_precision", ""])
+        n for n, row in enumerate(DATA["rows"]) if row["whole"] or row["rung"] in ("2_grad_accum", "5_low_precision")
     ]
-    rows += [number for number, (rung, *_) in enumerate(DATA["rows"]) if rung.startswith(WHOLE)]
     for column, size in enumerate(DATA["sizes"][:2]):
         ranks = []
         for number in rows:
-            rung, options, *_ = DATA["rows"][number]
-            option = "--batch_size" if rung.startswith(WHOLE) else "--micro_batch_size"
-            [candidate], _ = read_candidates([(rung, tuple(options.split()))], ["--model", model, option, str(size)], 1)
+            row = DATA["rows"][number]
+            option = "--batch_size" if row["whole"] else "--micro_batch_size"
+            choices = [(row["rung"], tuple(row["options"].split()))]
+            [candidate], _ = read_candidates(choices, ["--model", model, option, str(size)], 1)
             ranks.append(candidate.rank)
         places = [DATA["order"]["text-classification"][number][column] for number in rows]
         assert sorted(rows, key=dict(zip(rows, places, strict=True)).get) == sorted(
@@ -207,10 +210,9 @@ def test_the_stored_order_is_the_planners():
         )
 
 
-@pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: f"{row[0]} {row[1]}".strip())
+@pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: f"{row['rung']} {row['options']}".strip())
 def test_the_rungs_accept_the_options_of_the_page(row):
-    rung, options, *_ = row
     try:
-        read_settings(rung, ["--model", str(find_shipped_config("Qwen/Qwen3-0.6B")), *options.split()])
+        read_settings(row["rung"], ["--model", str(find_shipped_config("Qwen/Qwen3-0.6B")), *row["options"].split()])
     except UserError as error:
         pytest.fail(str(error))
