@@ -158,13 +158,15 @@ def cards() -> list[str]:
         fitting = []
         for row, facts in enumerate(data["rows"]):
             rung = facts["rung"]
+            if not facts["single"] or any(str(row) not in rows for rows in models.values()):
+                continue
             own = kinds[0] if facts["all"] else kinds[2] if rung == "14_qlora" else kinds[1]
             parts = (megabytes * 10**6 for megabytes in models[label][str(row)][0])
             high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]
-            host = data["host"][label][CARD_TASK][row] / 1e3
+            host = data["facts"][label][CARD_TASK]["host"][row][0] / 1e3
             if own == kind and high <= memory and host <= data["host_memory"]:
                 said = f"{label}, [{number(rung)}](techniques/{rung}.md), {high / 1e9:.1f} GB"
-                fitting.append((data["order"][CARD_TASK][row][0], high, said))
+                fitting.append((data["order"][CARD_TASK][0][0][row][0], high, said))
         return min(fitting)[2] if fitting else None
 
     rows = []
