@@ -7,7 +7,6 @@ Names, groups and titles are those of `ladder.py`, parents those of the scripts'
 those of evidence_tables.py. A rung without an accuracy of its own has that of the next rung below it.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,9 @@ from fabric_ladder.planning.gpus import card_memory
 from fabric_ladder.planning.overhead import ANY_GPU
 from fabric_ladder.rungs import RUNGS, parent
 from fabric_ladder.techniques.memory import Peak
+
+sys.path.append(str(common.ROOT / "docs" / "fit"))
+import stored
 
 HEADINGS = {  # groups of rows, and their headings in the README's table
     "base": None,
@@ -145,8 +147,7 @@ def places(name: str) -> list[str]:
 
 def cards() -> list[str]:
     """Return the largest model of the page "Will it fit?" for each size of a card: trained whole, and by adapters."""
-    text = (common.ROOT / "docs" / "fit" / "data.js").read_text(encoding="utf-8")
-    data = json.loads(text.removeprefix("const FIT = ").rstrip(";\n"))
+    data = stored.read()
     models = {label: model["tasks"][CARD_TASK]["1024"]
               for label, model in data["models"].items() if CARD_TASK in model["tasks"]}  # fmt: skip
     largest_first = sorted(models, key=lambda label: models[label]["0"][0][0], reverse=True)
@@ -154,14 +155,17 @@ def cards() -> list[str]:
 
     def answer(label: str, memory: int, kind: str) -> str | None:
         fitting = []
-        for row, (rung, *_) in enumerate(data["rows"]):
-            own = kinds[0] if data["all_weights"][row] else kinds[2] if rung == "14_qlora" else kinds[1]
+        for row, facts in enumerate(data["rows"]):
+            rung = facts["rung"]
+            if not facts["single"] or any(str(row) not in rows for rows in models.values()):
+                continue
+            own = kinds[0] if facts["all"] else kinds[2] if rung == "14_qlora" else kinds[1]
             parts = (megabytes * 10**6 for megabytes in models[label][str(row)][0])
             high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]
-            host = data["host"][label][CARD_TASK][row] / 1e3
+            host = data["facts"][label][CARD_TASK]["host"][row][0] / 1e3
             if own == kind and high <= memory and host <= data["host_memory"]:
                 said = f"{label}, [{number(rung)}](techniques/{rung}.md), {high / 1e9:.1f} GB"
-                fitting.append((data["order"][CARD_TASK][row][0], high, said))
+                fitting.append((data["order"][CARD_TASK][0][0][row][0], high, said))
         return min(fitting)[2] if fitting else None
 
     rows = []

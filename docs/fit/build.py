@@ -1,12 +1,14 @@
 """Predict the memory that docs/will_it_fit.md shows, and write it to docs/fit/data.js.
 
     python docs/fit/build.py [MODEL ...] [--rungs RUNG ...]     # names as in MODELS and ROWS; without names: all
+    python docs/fit/build.py --missing                          # those that are not stored; 30 s for each row
     python docs/fit/build.py --rest                             # all but the peaks: GPUs, overheads, CPU memory, order
 
-Each model takes two minutes on one core for each task. The figures of all other models and rungs stay as they are.
+Each model takes five minutes on one core for each task. The figures of all other models and rungs stay as they are.
 
 The figures are those of `predict_memory` with an effective batch of 16 samples (32 for micro-batches of 16, so that
-gradients accumulate) and evaluation batches of 4,096 tokens. Two shortcuts save time:
+gradients accumulate) and evaluation batches of 4,096 tokens. The page adds the shares of several GPUs (`shares`) and
+the ranks of adapters (`count_adapters`). Two shortcuts save time:
 
 - Techniques that differ only in the optimizer share their passes, see `_Passes`.
 - The peak is the maximum over moments that grow linearly with the micro-batch. If the same moment is the peak for 2 and
@@ -19,28 +21,31 @@ import subprocess
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
+from typing import NamedTuple
 
+import stored
 import torch
 import transformers
 
 from fabric_ladder.data.hub import find_shipped_config
-from fabric_ladder.ladder import CHECKPOINTING, ON_HOST
+from fabric_ladder.ladder import CHECKPOINTING, IN_4_BITS, LEAN, ON_HOST, row_of
 from fabric_ladder.models.layers import meta_model
 from fabric_ladder.planning.candidates import Candidate, read_candidates, read_settings
 from fabric_ladder.planning.gpus import ANY, GPUS, Gpu, find_gpu
-from fabric_ladder.planning.overhead import ANY_GPU, assume
+from fabric_ladder.planning.measured import MEASURED, accuracy_cost
+from fabric_ladder.planning.overhead import ANY_GPU, NCCL, assume
 from fabric_ladder.planning.plan import HOST_MEMORY, find_samples
 from fabric_ladder.planning.planner import Samples, host_bytes
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse, to_rehearse
+from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import trains_adapters, used
-from fabric_ladder.techniques.memory import ON_DEVICE, Peak, count_parameters
+from fabric_ladder.techniques import trains_adapters, trains_all, used
+from fabric_ladder.techniques.build import build_model
+from fabric_ladder.techniques.memory import ON_DEVICE, Counts, Peak, bytes_of_weight, count_parameters
 
-DATA = Path(__file__).parent / "data.js"
-START = "const FIT = "
 TEXTS, ANSWERS, IMAGES = "text-classification", "instruction-tuning", "image-classification"
 SHORT, LONG = (128, 256, 512), (512, 1024, 2048)  # tokens
 SIZES = (1, 2, 4, 8, 16)  # samples of a micro-batch
@@ -63,32 +68,94 @@ MODELS = {  # label: name on the Hub, tasks, lengths
     "Mistral 7B": ("mistralai/Mistral-7B-v0.1", (TEXTS, ANSWERS), LONG),
     "Gemma 2 2B": ("google/gemma-2-2b", (ANSWERS,), LONG),
 }
+SHAPE = """model_type hidden_size n_embd num_hidden_layers n_layer num_attention_heads num_key_value_heads
+intermediate_size vocab_size""".split()  # identify a pasted config.json
+GPU_COUNTS = (1, 2, 4, 8)
+LORA_RANKS = (4, 8, 16, 32, 64)  # beyond, activations grow more than the form computes
+TARGETS = ("attention", "all-linear")
 ATTENTION = ("--lora_targets", "attention")
-ROWS = (  # rung, options, technique in words, whether it suits a GPU that only emulates bfloat16
-    ("2_grad_accum", (), "32-bit weights and Adam", True),
-    ("4_mixed_precision", (), "Mixed precision", True),
-    ("4_mixed_precision", CHECKPOINTING, "Mixed precision, checkpointing", True),
-    ("5_low_precision", (), "Pure bfloat16", False),
-    ("6_lean_optimizer", CHECKPOINTING, "bfloat16 with SGD, checkpointing", False),
-    ("7_grad_checkpointing", (), "Pure bfloat16, checkpointing", False),
-    ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP), checkpointing", False),
-    ("13_lora", ATTENTION, "LoRA adapters on attention", True),
-    ("13_lora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, checkpointing", True),
-    ("14_qlora", ATTENTION, "LoRA adapters on attention, 4-bit weights", True),
-    ("14_qlora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, 4-bit weights, checkpointing", True),
-    ("16_bf16_that_learns", (), "bfloat16 with Kahan summation", False),
-    ("16_bf16_that_learns", CHECKPOINTING, "bfloat16 with Kahan summation, checkpointing", False),
-    (
-        "17_step_in_backward",
-        (*ON_HOST, *CHECKPOINTING),
-        "Step in backward, optimizer in CPU memory, checkpointing",
-        False,
+
+
+class Row(NamedTuple):
+    """A technique of the form. The figures have the numbers of the rows as keys, so new rows come last.
+
+    Attributes:
+        rung: The script's name.
+        options: Options as words of a command line.
+        title: The technique in words.
+        old: Its figures on a GPU that only emulates bfloat16: `own`, `same` as on all GPUs, or empty: it does not suit.
+        base: The row with the memory of its passes, to which `shares` are added; None: it has figures of its own.
+    """
+
+    rung: str
+    options: tuple[str, ...]
+    title: str
+    old: str = ""
+    base: int | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether the form has it on several GPUs; all other techniques are shown on one GPU of a machine."""
+        defaults = script_defaults(self.rung)
+        return "strategy" in defaults and "offload" not in defaults
+
+    @property
+    def single(self) -> bool:
+        """Whether it runs on one GPU."""
+        return not self.several or self.options in row_of(self.rung).planned(1)
+
+    def facts(self, measured: Candidate) -> dict:
+        """Return what the form needs; `measured`: with the speed and the accuracy of text classification."""
+        flags = {"whole": takes_whole_batch(self.rung), "all": trains_all(measured.settings),
+                 "adapters": bool(measured.settings.lora), "single": self.single, "several": self.several}  # fmt: skip
+        cost = accuracy_cost(vars(measured.settings))
+        facts = {"rung": self.rung, "options": " ".join(self.options), "title": self.title, "old": self.old}
+        facts |= {"base": self.base, "speed": measured.speed, "cost": cost and cost["words"]}
+        return facts | {name: int(flag) for name, flag in flags.items()}
+
+
+ROWS = (
+    Row("2_grad_accum", (), "32-bit weights and Adam", "same"),
+    Row("4_mixed_precision", (), "Mixed precision", "own"),
+    Row("4_mixed_precision", CHECKPOINTING, "Mixed precision, checkpointing", "own"),
+    Row("5_low_precision", (), "Pure bfloat16"),
+    Row("6_lean_optimizer", CHECKPOINTING, "bfloat16 with SGD, checkpointing"),
+    Row("7_grad_checkpointing", (), "Pure bfloat16, checkpointing"),
+    Row("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP), checkpointing"),
+    Row("13_lora", ATTENTION, "LoRA adapters on attention", "own"),
+    Row("13_lora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, checkpointing", "own"),
+    Row("14_qlora", ATTENTION, "LoRA adapters on attention, 4-bit weights", "own"),
+    Row("14_qlora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, 4-bit weights, checkpointing", "own"),
+    Row("16_bf16_that_learns", (), "bfloat16 with Kahan summation"),
+    Row("16_bf16_that_learns", CHECKPOINTING, "bfloat16 with Kahan summation, checkpointing"),
+    Row("17_step_in_backward", (*ON_HOST, *CHECKPOINTING), "Step in backward, optimizer in CPU memory, checkpointing"),
+    Row("18_low_bit_optimizer", (), "8-bit Adam"),
+    Row("18_low_bit_optimizer", CHECKPOINTING, "8-bit Adam, checkpointing"),
+    Row("19_optimizer_offload", CHECKPOINTING, "Optimizer in CPU memory, checkpointing"),
+    Row("26_stateless", CHECKPOINTING, "bfloat16 with SinkGD, checkpointing"),
+    Row("29_streamed_training", (), "Blocks and optimizer in CPU memory, checkpointing"),
+    Row(
+        "11_fsdp_cpu_offload", (*LEAN, *CHECKPOINTING), "Weights in CPU memory (FSDP), bfloat16 with SGD, checkpointing"
     ),
-    ("18_low_bit_optimizer", (), "8-bit Adam", False),
-    ("18_low_bit_optimizer", CHECKPOINTING, "8-bit Adam, checkpointing", False),
-    ("19_optimizer_offload", CHECKPOINTING, "Optimizer in CPU memory, checkpointing", False),
-    ("26_stateless", CHECKPOINTING, "bfloat16 with SinkGD, checkpointing", False),
-    ("29_streamed_training", (), "Blocks and optimizer in CPU memory, checkpointing", False),
+    Row("13_lora", (), "LoRA adapters on all linear layers", "own"),
+    Row("13_lora", CHECKPOINTING, "LoRA adapters on all linear layers, checkpointing", "own"),
+    Row("14_qlora", (), "LoRA adapters on all linear layers, 4-bit weights", "own"),
+    Row("14_qlora", CHECKPOINTING, "LoRA adapters on all linear layers, 4-bit weights, checkpointing", "own"),
+    Row("24_streamed_layers", (*IN_4_BITS, *CHECKPOINTING), "4-bit blocks in CPU memory with adapters, checkpointing"),
+    Row("25_block_by_block", CHECKPOINTING, "One block at a time, checkpointing"),
+    Row("21_selective_checkpointing", (), "Pure bfloat16, selective checkpointing"),
+    Row("20_activation_offload", (), "Pure bfloat16, checkpoints in CPU memory"),
+    Row("9_ddp", (), "Mixed precision on each GPU (DDP)", "own", base=1),
+    Row("9_ddp", CHECKPOINTING, "Mixed precision on each GPU (DDP), checkpointing", "own", base=2),
+    Row("10_fsdp", CHECKPOINTING, "Weights and optimizer sharded (FSDP), checkpointing"),
+    Row("12_deepspeed_zero", ("--deepspeed", "zero2", *CHECKPOINTING), "DeepSpeed ZeRO 2, checkpointing"),
+    Row("12_deepspeed_zero", ("--deepspeed", "zero3", *CHECKPOINTING), "DeepSpeed ZeRO 3, checkpointing", base=31),
+    Row(
+        "12_deepspeed_zero",
+        ("--deepspeed", "zero3_offload", *CHECKPOINTING),
+        "DeepSpeed ZeRO 3 in CPU memory, checkpointing",
+        base=31,
+    ),
 )
 
 
@@ -107,7 +174,7 @@ class _Passes:
     def peak(self, settings: Settings, length: int, size: int) -> Peak:
         """Return the peak with micro-batches of `size` samples of `length` tokens."""
         whole = settings.step_in_backward  # the effective batch is one micro-batch
-        sizes = {"batch_size": size if whole else effective_batch(size), "micro_batch_size": size}
+        sizes = {"batch_size": size if whole else effective_batch(size, settings.ranks), "micro_batch_size": size}
         shape = replace(settings, max_length=length, micro_batch_tokens=None, **sizes)
         alone = whole or trains_adapters(settings) or settings.precision != "bf16-true" or settings.strategy != "single"
         if alone:
@@ -125,73 +192,138 @@ class _Passes:
         if name not in self.known:
             self.known[name] = self.stack.enter_context(rehearse(key, self.datasets, self.gpu.capability))
         tokens = self.samples.length if self.samples.image_size else length
-        return self.known[name].peak(settings, *largest_batches(settings, tokens, self.samples.image_size))
+        peak = self.known[name].peak(settings, *largest_batches(settings, tokens, self.samples.image_size))
+        added = shares(settings, self.known[name].counts)  # the form adds them again, for its number of GPUs
+        return peak._replace(
+            **{part: max(0, getattr(peak, part) - share) for part, share in zip(ON_DEVICE, added, strict=False)}
+        )
 
 
-def effective_batch(size: int) -> int:
-    """Return the effective batch of the commands with micro-batches of this many samples."""
-    return max(16, 2 * size)
+def takes_whole_batch(rung: str) -> bool:
+    """Return whether a rung takes the effective batch in one micro-batch, without gradients to add to."""
+    return "step_in_backward" in script_defaults(rung)
+
+
+def effective_batch(size: int, gpus: int = 1) -> int:
+    """Return the effective batch of the commands with micro-batches of this many samples on each GPU."""
+    return max(16, 2 * size * gpus)
+
+
+def shares(settings: Settings, counts: Counts) -> list[int]:
+    """Return the bytes that sharding adds on each GPU to the passes: by the parts of a peak, and the least total."""
+    if settings.deepspeed:
+        nothing = Peak(0, 0, 0, 0, 0, 0, 0, "training")
+        [zero] = [technique for technique in used(settings) if technique.setting == "deepspeed"]
+        # other moments than the passes decide if these take little memory
+        least = zero.add_memory(nothing, counts, settings).total
+        added = zero.add_memory(nothing._replace(activations=10**15), counts, settings)
+        return [added.parameters, added.gradients, added.optimizer_state, 0, 0, added.other, least]
+    if settings.strategy == "fsdp" and not settings.offload:
+        return [round(each * counts.all / settings.ranks) for each in (4, 4, 8)] + [0] * 4
+    return [0] * 7
 
 
 def read_rows(task: str) -> dict[tuple[int, int], Candidate]:
-    """Return the planner's candidates by the number of the row and by the size of the micro-batch; 1, 2 and 16."""
+    """Return the planner's candidates by the number of the row and by the size of the micro-batch; 1, 2 and 16.
+
+    Techniques for several GPUs have two.
+    """
     name, _, lengths = next(model for model in MODELS.values() if task in model[1])
     found = {}
-    for number, (rung, options, *_) in enumerate(ROWS):
+    for number, row in enumerate(ROWS):
+        gpus = 1 + row.several
         for size in (1, 2, 16):
-            sizes = ["--micro_batch_size", str(size), "--batch_size", str(effective_batch(size))]
-            if rung.startswith(("17_", "29_")):  # the effective batch is one pass
+            sizes = ["--micro_batch_size", str(size), "--batch_size", str(effective_batch(size, gpus))]
+            if takes_whole_batch(row.rung):
                 sizes = ["--batch_size", str(size)]
             words = ["--model", str(find_shipped_config(name)), "--max_length", str(lengths[0] or 1024), *sizes]
-            [found[number, size]], _ = read_candidates([(rung, options)], [*words, "--task", task], 1)
+            [found[number, size]], _ = read_candidates([(row.rung, row.options)], [*words, "--task", task], gpus)
     return found
 
 
-def order_rows(candidates: dict[tuple[int, int], Candidate]) -> list[list[int]]:
+def order_rows(candidates: dict[tuple[int, int], Candidate], gpus: int, lora_rank: int) -> list[list[int]]:
     """Return the planner's rank of each row for each of SIZES: the best is 0, equal ranks have equal numbers."""
-    ranks = {key: (candidate.trains, *candidate.rank) for key, candidate in candidates.items()}
+    ranks = {}
+    for (number, size), candidate in candidates.items():
+        changes = {"devices": gpus if ROWS[number].several else 1}
+        if candidate.settings.lora:
+            changes["lora_rank"] = lora_rank
+        changed = candidate._replace(settings=replace(candidate.settings, **changes))
+        ranks[number, size] = (changed.trains, *changed.rank)
     places = sorted({*ranks.values()})
     return [[places.index(ranks[row, size if size in (1, 16) else 2]) for size in SIZES] for row in range(len(ROWS))]
 
 
-def count_host(name: str, candidates: dict[tuple[int, int], Candidate]) -> list[int]:
-    """Return the CPU memory of each row in MB, which does not depend on the length and on the micro-batch."""
-    found, counts = [], None
-    for row in range(len(ROWS)):
-        settings = replace(candidates[row, 2].settings, model=str(find_shipped_config(name)))
-        counts = counts or count_parameters(meta_model(settings))
-        # FSDP keeps weights, gradients and both moments in 32 bits there
-        peak = Peak(0, 0, 0, 0, 0, 0, 16 * counts.all * settings.offload, "training")
-        for technique in used(settings):
-            peak = technique.add_memory(peak, counts, settings)
-        found.append(round(host_bytes(candidates[row, 2].rung, settings, counts, peak) / 1e6))
+def describe_model(label: str, task: str, candidates: dict[tuple[int, int], Candidate]) -> dict:
+    """Return in MB what does not depend on the length and on the micro-batch.
+
+    Returns:
+        `host`: the CPU memory of each row, `shares`: what sharding adds to it, both for each of GPU_COUNTS, and
+        `adapters`: for adapters on attention and on all linear layers, their weights for each rank, and their number.
+    """
+    name, _, lengths = MODELS[label]
+    path = str(find_shipped_config(name))
+    words = ["--model", path, "--task", task, "--max_length", str(lengths[0] or 1024)]
+    found = {"host": [], "shares": {}, "adapters": [count_adapters(words, targets) for targets in TARGETS]}
+    counts = count_parameters(meta_model(replace(candidates[0, 2].settings, model=path)))
+    for number, row in enumerate(ROWS):
+        settings = replace(candidates[number, 2].settings, model=path)
+        sizes, added = [], []
+        for gpus in GPU_COUNTS if row.several else (1,):
+            settings = replace(settings, devices=gpus)
+            # FSDP keeps weights, gradients and the optimizer's state there
+            kept = 2 * bytes_of_weight(settings) + (8 if settings.optimizer == "adam" else 0)
+            peak = Peak(0, 0, 0, 0, 0, 0, kept * counts.all * settings.offload // gpus, "training")
+            for technique in used(settings):
+                peak = technique.add_memory(peak, counts, settings)
+            sizes.append(round(host_bytes(row.rung, settings, counts, peak) / 1e6))
+            added.append([round(part / 1e6) for part in shares(settings, counts)])
+        found["host"].append(sizes)
+        if any(map(any, added)):
+            found["shares"][str(number)] = added
     return found
 
 
-def predict_model(name: str, task: str, lengths: tuple[int, ...], rungs: list[str]) -> dict[str, dict[str, list]]:
-    """Return the peaks of a model by length and by key of the row, as `_row` returns them; `rungs`: of these alone."""
+def count_adapters(words: list[str], targets: str) -> list[int]:
+    """Return the adapters' weights for each rank, and the number of layers with adapters."""
+    trained = []
+    for rank in (1, 2):
+        settings = read_settings("13_lora", [*words, "--lora_targets", targets, "--lora_rank", str(rank)])
+        with torch.device("meta"):
+            made = build_model(settings, blank_datasets(2, 224 if settings.task == IMAGES else None))
+        trained.append(count_parameters(made).trained)
+    return [trained[1] - trained[0], sum(name.endswith("lora_A.default.weight") for name, _ in made.named_parameters())]
+
+
+def predict_model(name: str, task: str, lengths: tuple[int, ...], keys: set[str]) -> dict[str, dict[str, list]]:
+    """Return the peaks of a model by length and by key of the row, as `_peaks` has them; `keys`: of these."""
     torch.set_num_threads(1)
     found = {str(length): {} for length in lengths}
-    for gpu in (ANY, OLD):
+    together = [number for number, row in enumerate(ROWS) if "fsdp" not in row.rung]
+    alone = [[number] for number, row in enumerate(ROWS) if "fsdp" in row.rung]  # each has a process group of its own
+    for gpu, group in product((ANY, OLD), [together, *alone]):
         with ExitStack() as stack:
             passes = None
-            # FSDP comes last: the others must not see its process group
-            for number, (rung, options, _, suits) in sorted(enumerate(ROWS), key=lambda row: "fsdp" in row[1][0]):
-                if rungs and rung not in rungs:
+            for number in group:
+                key, row = f"{number}{'old' if gpu is OLD else ''}", ROWS[number]
+                if key not in keys:
                     continue
-                if gpu is OLD and (not suits or rung == "2_grad_accum"):
-                    continue  # 32-bit weights take the same memory on all GPUs
-                words = ["--model", name, "--task", task, "--max_length", str(lengths[-1] or 1024), *options]
-                settings = read_settings(rung, words, 1, gpu)
+                words = ["--model", name, "--task", task, "--max_length", str(lengths[-1] or 1024), *row.options]
+                settings = read_settings(row.rung, words, 1 if row.single else 2, gpu)
                 samples, _ = find_samples(settings, 2)
                 passes = passes or _Passes(samples, gpu, stack)
                 for length in lengths:
-                    row = _row(passes, settings, length)
-                    found[str(length)][f"{number}{'old' if gpu is OLD else ''}"] = row
+                    found[str(length)][key] = _peaks(passes, settings, length)
     return found
 
 
-def _row(passes: _Passes, settings: Settings, length: int) -> list[list[int]]:
+def list_keys(rungs: list[str]) -> set[str]:
+    """Return the keys of the figures of some rungs, or of all."""
+    own = {str(number): row for number, row in enumerate(ROWS) if row.base is None and (not rungs or row.rung in rungs)}
+    return {*own, *(f"{number}old" for number, row in own.items() if row.old == "own")}
+
+
+def _peaks(passes: _Passes, settings: Settings, length: int) -> list[list[int]]:
     """Return for each of SIZES the peak in MB: weights, gradients, optimizer, activations, logits, other."""
     peaks = {size: passes.peak(settings, length, size) for size in (1, 2, 16)}
     for size in (4, 8):
@@ -216,20 +348,16 @@ def _between(two: Peak, sixteen: Peak, size: int) -> Peak | None:
     return two._replace(**middle)
 
 
-def read_data() -> dict:
-    """Return the stored figures."""
-    return json.loads(DATA.read_text(encoding="utf-8").removeprefix(START).rstrip(";\n"))
-
-
 def main() -> None:
     """Predict the named models, or all, and write the data of the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS])
-    parser.add_argument("--rungs", nargs="+", default=[], choices=[rung for rung, *_ in ROWS])
-    parser.add_argument("--rest", action="store_true")
+    parser.add_argument("--rungs", nargs="+", default=[], choices=[row.rung for row in ROWS])
+    parser.add_argument("--missing", action="store_true", help="only figures that are not stored")
+    parser.add_argument("--rest", action="store_true", help="all but the peaks")
     arguments = parser.parse_args()
     wanted = [] if arguments.rest else arguments.models or list(MODELS)
-    kept = read_data()["models"] if DATA.exists() else {}
+    kept = stored.read()["models"] if stored.DATA.exists() else {}
     kept = {label: model for label, model in kept.items() if label in MODELS}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     made = {"commit": commit.stdout.strip(), "torch": torch.__version__, "transformers": transformers.__version__}
@@ -240,43 +368,63 @@ def main() -> None:
         for label in wanted:
             name, model_tasks, lengths = MODELS[label]
             for task in model_tasks:
+                keys = list_keys(arguments.rungs)
+                if arguments.missing:
+                    keys -= kept.get(label, {}).get("tasks", {}).get(task, {}).get(str(lengths[-1]), {}).keys()
                 path = str(find_shipped_config(name))
-                tasks[pool.submit(predict_model, path, task, lengths, arguments.rungs)] = (label, task)
+                tasks[pool.submit(predict_model, path, task, lengths, keys)] = (label, task, keys)
         for done in as_completed(tasks):
-            label, task = tasks[done]
+            label, task, keys = tasks[done]
             model = kept.setdefault(label, {"name": MODELS[label][0], "tasks": {}})
             for length, rows in done.result().items():
                 known = model["tasks"].setdefault(task, {}).setdefault(length, {})
                 known |= rows
-            if arguments.rungs:
-                model["rungs"] = model.get("rungs", {}) | dict.fromkeys(arguments.rungs, made)
-            else:
+            if keys == list_keys([]):
                 model["made"] = made
                 model.pop("rungs", None)
+            else:
+                rungs = {ROWS[int(key.removesuffix("old"))].rung for key in keys}
+                model["rungs"] = model.get("rungs", {}) | dict.fromkeys(sorted(rungs), made)
             _write(kept, planned)
             print(label, task, flush=True)
 
 
 def describe_plans() -> dict:
-    """Return the order of the rows for each task, and for each model and task the CPU memory of each row."""
-    rows = {task: read_rows(task) for task in (TEXTS, ANSWERS, IMAGES)}
-    host = {label: {task: count_host(name, rows[task]) for task in tasks} for label, (name, tasks, _) in MODELS.items()}
-    return {"order": {task: order_rows(candidates) for task, candidates in rows.items()}, "host": host}
+    """Return the rows, their order for each task, GPUs and adapters' ranks, and the facts of each model and task."""
+    candidates = {task: read_rows(task) for task in (TEXTS, ANSWERS, IMAGES)}
+    usual = Settings.lora_rank
+    return {
+        "rows": [row.facts(candidates[TEXTS][number, 2]) for number, row in enumerate(ROWS)],
+        "order": {
+            task: [[order_rows(rows, gpus, rank) for rank in (usual, 2 * usual)] for gpus in (1, 2)]
+            for task, rows in candidates.items()
+        },
+        "facts": {
+            label: {task: describe_model(label, task, candidates[task]) for task in tasks}
+            for label, (_, tasks, _) in MODELS.items()
+        },
+    }
 
 
 def _write(models: dict, planned: dict) -> None:
     bounds = [ANY_GPU, *dict.fromkeys(assume(gpu.capability) for gpu in GPUS)]
+    for model in models.values():
+        config = json.loads(find_shipped_config(model["name"]).read_text(encoding="utf-8"))
+        model["shape"] = {name: config[name] for name in SHAPE if name in config}
     data = {
         "overhead": [[[each.context, each.workspace, each.fragmentation] for each in bound] for bound in bounds],
+        "nccl": NCCL,
         "gpus": [_gpu(gpu, bounds.index(assume(gpu.capability))) for gpu in GPUS],
+        "gpu_counts": GPU_COUNTS,
         "host_memory": HOST_MEMORY / 1e9,
         "sizes": SIZES,
-        "rows": [[rung, " ".join(options), words, int(suits)] for rung, options, words, suits in ROWS],
-        "all_weights": [int("lora" not in rung) for rung, *_ in ROWS],
+        "lora_ranks": LORA_RANKS,
+        "lora_rank": Settings.lora_rank,
+        "measured": MEASURED["speeds"]["of"],
         **planned,
         "models": {label: models[label] for label in MODELS if label in models},
     }
-    DATA.write_text(f"{START}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
+    stored.write(data)
 
 
 def _gpu(gpu: Gpu, bound: int) -> list:

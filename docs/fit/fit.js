@@ -11,6 +11,8 @@
     "image-classification": "image classification",
   };
   const OWN = "another GPU";
+  const PASTED = "the pasted config.json";
+  const LENGTHS = ["128", "256", "512", "1024", "2048", "4096"]; // of a model that is not in the list
   const VERDICTS = { fits: "✓ fits", close: "? may fit", no: "✗ does not fit", host: "✗ too little CPU memory" };
   const GB = 1e9;
 
@@ -30,43 +32,102 @@
   // Return the place of a row among all: what fits comes first, then what may fit.
   const rank = ({ verdict }) => ({ fits: 0, close: 1 })[verdict] ?? 2;
 
+  // Return the peak of a row by parts in bytes, without what several GPUs add; undefined: it was not predicted.
+  function peakOf(question, facts, number) {
+    const peaks = FIT.models[question.model].tasks[question.task][question.length];
+    const own = question.old && facts.old === "own" ? "old" : "";
+    const found = peaks[`${facts.base ?? number}${own}`];
+    const peak = found?.[FIT.sizes.indexOf(question.batch)];
+    return peak && [...found[0].slice(0, 6 - peak.length), ...peak].map((value) => value * 1e6); // see stored.py
+  }
+
+  // Add what sharding over several GPUs and another rank of the adapters change in a peak.
+  function adjust(peak, question, facts, number) {
+    const known = FIT.facts[question.model][question.task];
+    const share = known.shares[number]?.[FIT.gpu_counts.indexOf(question.gpus)] ?? [];
+    const parts = peak.map((value, part) => value + (share[part] ?? 0) * 1e6);
+    if (facts.adapters) {
+      const [weights, layers] = known.adapters[/attention/.test(facts.options) ? 0 : 1];
+      const more = question.rank - FIT.lora_rank;
+      const kept = /checkpointing/.test(facts.options) ? 0 : 2 * layers * question.length * question.batch; // in 16 bits
+      [4 * weights, 4 * weights, 8 * weights, kept].forEach((bytes, part) => (parts[part] += more * bytes));
+    }
+    const missing = (share[6] ?? 0) * 1e6 - parts.reduce((one, other) => one + other);
+    parts[5] += Math.max(0, missing); // the peak of another moment
+    return parts;
+  }
+
   // Return the answer for each technique: the parts, the bounds and the CPU memory in bytes, and the verdict.
   // Rows of one rank have the planner's order: all weights first, then the least cost and the highest speed, then the
   // least memory.
   function answer(question) {
-    const model = FIT.models[question.model];
-    const peaks = model.tasks[question.task][question.length];
+    const { host } = FIT.facts[question.model][question.task];
+    const order = FIT.order[question.task][question.gpus > 1 ? 1 : 0][question.rank === FIT.lora_rank ? 0 : 1];
     const column = FIT.sizes.indexOf(question.batch);
-    const host = FIT.host[question.model][question.task].map((value) => value * 1e6);
-    const rows = FIT.rows.flatMap(([rung, options, title, suits], number) => {
-      if (question.old && !suits) return [];
-      const peak = (question.old && peaks[`${number}old`]) || peaks[number]; // in 32 bits all GPUs take the same
-      const [weights, gradients, optimizer, activations, logits, other] = peak[column].map((value) => value * 1e6);
+    const rows = FIT.rows.flatMap((facts, number) => {
+      if ((question.old && !facts.old) || (question.gpus === 1 && !facts.single)) return [];
+      const peak = peakOf(question, facts, number);
+      if (!peak) return question.missing.push(`${facts.rung.split("_")[0]} ${facts.title}`) && [];
+      const several = facts.several && question.gpus > 1;
+      const [weights, gradients, optimizer, activations, logits, other] = adjust(peak, question, facts, number);
       const tensors = weights + gradients + optimizer + activations + logits + other;
       const [low, expected, high] = FIT.overhead[question.overhead].map(
-        ([context, workspace, fragmentation]) => tensors + context + workspace + fragmentation * (tensors + workspace),
+        ([context, workspace, fragmentation], bound) =>
+          tensors + context + workspace + fragmentation * (tensors + workspace) + (several ? FIT.nccl[bound] : 0),
       );
       const parts = [weights, gradients, optimizer, activations + logits, other, expected - tensors];
       let verdict = high <= question.memory ? "fits" : low <= question.memory ? "close" : "no";
-      if (verdict !== "no" && host[number] > question.host * GB) verdict = "host";
-      const place = FIT.order[question.task][number][column];
-      const row = { rung, title, parts, low, expected, high, verdict, place, host: host[number] };
-      return [{ ...row, all: FIT.all_weights[number], command: command(question, rung, options) }];
+      const needed = host[number][several ? FIT.gpu_counts.indexOf(question.gpus) : 0] * 1e6;
+      if (verdict !== "no" && needed > question.host * GB) verdict = "host";
+      const row = { ...facts, parts, low, expected, high, verdict, place: order[number][column], host: needed };
+      if (facts.adapters && question.rank !== FIT.lora_rank) row.cost = null;
+      return [{ ...row, command: command(question, facts) }];
     });
     return rows.sort((one, other) => rank(one) - rank(other) || one.place - other.place || one.expected - other.expected);
   }
 
-  function command(question, rung, options) {
-    const words = ["python", `src/${rung}.py`, "--model", FIT.models[question.model].name];
-    if (question.task !== "text-classification") words.push("--task", question.task);
-    if (question.task === "instruction-tuning") words.push("--dataset", "answers.jsonl");
-    if (question.task === "text-classification") words.push("--dataset", "texts.csv");
-    if (question.task === "image-classification") words.push("--dataset", "photos/");
-    else words.push("--max_length", question.length);
-    const whole = /^(17|29)_/.test(rung); // the effective batch is one micro-batch
-    if (!whole) words.push("--micro_batch_size", question.batch);
-    if (whole || question.batch === 16) words.push("--batch_size", whole ? question.batch : 32);
-    return options ? `${words.join(" ")} ${options}` : words.join(" ");
+  const join = (...parts) => parts.map((part) => (/\s/.test(part) ? `"${part}"` : part)).join(" ");
+
+  function command(question, { rung, options, whole, adapters, several }) {
+    const parts = ["python", `src/${rung}.py`, "--model", FIT.models[question.model].name];
+    if (question.task !== "text-classification") parts.push("--task", question.task);
+    if (question.task === "instruction-tuning") parts.push("--dataset", "answers.jsonl");
+    if (question.task === "text-classification") parts.push("--dataset", "texts.csv");
+    if (question.task === "image-classification") parts.push("--dataset", "photos/");
+    else parts.push("--max_length", question.length);
+    const gpus = several ? question.gpus : 1;
+    const samples = whole ? question.batch : Math.max(16, 2 * question.batch * gpus);
+    if (!whole) parts.push("--micro_batch_size", question.batch);
+    if (whole || samples !== 16) parts.push("--batch_size", samples);
+    if (gpus > 1) parts.push("--devices", gpus);
+    if (adapters && question.rank !== FIT.lora_rank) parts.push("--lora_rank", question.rank);
+    return join(...parts, ...(options ? options.split(" ") : []));
+  }
+
+  // Return the planner's command for a model that the page has no figures of.
+  function planCommand(question) {
+    const parts = ["python", "scripts/plan_memory.py", "--model", "config.json", "--task", question.task];
+    if (question.task !== "image-classification") parts.push("--max_length", question.length, "--length", question.length);
+    parts.push("--micro_batch_size", question.batch);
+    if (question.gpu === OWN) parts.push("--gpu_memory", `${question.gigabytes}GB`);
+    else parts.push("--gpu", question.gpu);
+    if (question.gpus > 1) parts.push("--devices", question.gpus);
+    parts.push("--host_memory", `${question.host}GB`);
+    if (question.rank !== FIT.lora_rank) parts.push("--lora_rank", question.rank);
+    return join(...parts);
+  }
+
+  // Return the model of the list with the shape of a pasted config.json, or what is wrong with the text.
+  function findConfig(text) {
+    let config;
+    try {
+      config = JSON.parse(text);
+    } catch (error) {
+      return { problem: `The pasted text is not JSON (${error.message}). Paste the whole config.json of a model.` };
+    }
+    if (!config?.model_type) return { problem: "The pasted JSON has no model_type, so it is not a model's config.json." };
+    const same = ([, { shape }]) => Object.entries(shape).every(([name, value]) => config[name] === value);
+    return { label: Object.entries(FIT.models).find(same)?.[0], config };
   }
 
   // Return the question in the URL. Values that the data do not have are replaced, and `replaced` says which.
@@ -79,19 +140,24 @@
       if (given.has(name) && value !== String(found)) replaced.push(`${name} ${value} (shown: ${found})`);
       return found;
     };
-    const model = choose("model", Object.keys(FIT.models), "Qwen3 8B");
-    const task = choose("task", Object.keys(FIT.models[model].tasks), "instruction-tuning");
-    const length = choose("length", Object.keys(FIT.models[model].tasks[task]), "1024");
+    const pasted = given.get("config") ? findConfig(given.get("config")) : {};
+    const model = pasted.label ?? choose("model", Object.keys(FIT.models), "Qwen3 8B");
+    const unknown = pasted.config && !pasted.label;
+    const task = choose("task", Object.keys(unknown ? TASKS : FIT.models[model].tasks), "instruction-tuning");
+    const lengths = unknown ? LENGTHS : Object.keys(FIT.models[model].tasks[task]);
+    const length = choose("length", lengths, "1024");
     const batch = choose("batch", FIT.sizes, 1);
+    const gpus = choose("gpus", FIT.gpu_counts, 1);
+    const rank = choose("rank", FIT.lora_ranks, FIT.lora_rank);
     const gpu = given.get("gpu") ?? "RTX 4090";
     const known = FIT.gpus.find(([name]) => name === gpu);
     const own = Number(gpu) > 0 ? Number(gpu) : 24;
     const [name, gigabytes, old, overhead] = known ?? [OWN, own, given.get("old") === "1" ? 1 : 0, 0];
     const memory = known ? gigabytes * GB : cardMemory(gigabytes);
-    const host = Number(given.get("host")) > 0 ? Number(given.get("host")) : FIT.host_memory;
+    const host = Number(given.get("host")) > 0 ? Number(given.get("host")) : gpus * FIT.host_memory;
     if (!known && !(Number(gpu) > 0)) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
-    const rest = { hide: given.get("hide") === "1", row: given.get("row"), replaced };
-    return { model, task, length, batch, gpu: name, gigabytes, memory, overhead, host, old, ...rest };
+    const rest = { hide: given.get("hide") === "1", row: given.get("row"), replaced, missing: [], pasted, unknown, config: pasted.label ? "" : (given.get("config") ?? "") };
+    return { model, task, length, lengths, batch, gpu: name, gigabytes, memory, overhead, host, old, gpus, rank, ...rest };
   }
 
   function writeQuestion(question) {
@@ -100,7 +166,10 @@
       model: question.model, task: question.task, length: question.length, batch: question.batch,
       gpu: own ? question.gigabytes : question.gpu,
     });
-    if (Number(question.host) !== FIT.host_memory) values.set("host", question.host);
+    if (Number(question.host) !== question.gpus * FIT.host_memory) values.set("host", question.host);
+    if (Number(question.gpus) !== 1) values.set("gpus", question.gpus);
+    if (Number(question.rank) !== FIT.lora_rank) values.set("rank", question.rank);
+    if (question.config) values.set("config", question.config.replace(/\s+/g, " "));
     if (own && question.old) values.set("old", "1");
     if (question.hide) values.set("hide", "1");
     if (question.row) values.set("row", question.row);
@@ -125,13 +194,15 @@
   }
 
   function form(question) {
-    const model = FIT.models[question.model];
+    const names = Object.keys(FIT.models).map((name) => [name, name]);
+    const chosen = question.unknown ? PASTED : question.model;
+    const tasks = Object.keys(question.unknown ? TASKS : FIT.models[question.model].tasks);
     const fields = [
-      field("Model", select("model", Object.keys(FIT.models).map((name) => [name, name]), question.model)),
-      field("Task", select("task", Object.keys(model.tasks).map((task) => [task, TASKS[task]]), question.task)),
+      field("Model", select("model", [...(question.unknown ? [[PASTED, PASTED]] : []), ...names], chosen)),
+      field("Task", select("task", tasks.map((task) => [task, TASKS[task]]), question.task)),
     ];
     if (question.task !== "image-classification") {
-      const lengths = Object.keys(model.tasks[question.task]).map((length) => [length, `${length} tokens`]);
+      const lengths = question.lengths.map((length) => [length, `${length} tokens`]);
       fields.push(field("Length of the texts", select("length", lengths, question.length)));
     }
     fields.push(field("Samples in a micro-batch", select("batch", FIT.sizes.map((size) => [size, size]), question.batch)));
@@ -144,10 +215,16 @@
       const years = [[0, "8.0 or higher"], [1, "below 8.0"]];
       fields.push(field("Its memory in GB", size), field("Compute capability", select("old", years, question.old)));
     }
+    fields.push(field("Number of GPUs", select("gpus", FIT.gpu_counts.map((count) => [count, count]), question.gpus)));
     fields.push(field("CPU memory in GB", number("host")));
+    fields.push(field("Rank of adapters", select("rank", FIT.lora_ranks.map((each) => [each, each]), question.rank)));
     const hide = [["", "shown"], ["1", "hidden"]];
     fields.push(field("What does not fit is", select("hide", hide, question.hide ? "1" : "")));
-    return element("form", { className: "fit-form" }, ...fields);
+    const area = element("textarea", { name: "config", id: "fit-config", rows: 5, value: question.config, spellcheck: false });
+    const hint = element("label", { htmlFor: area.id, textContent: "Paste the model's config.json" });
+    const paste = element("details", { className: "fit-paste", open: Boolean(question.unknown || question.pasted.problem) },
+      element("summary", { textContent: "The model is not in the list" }), hint, area);
+    return element("form", { className: "fit-form" }, ...fields, paste);
   }
 
   function bar(row, question, scale) {
@@ -191,18 +268,21 @@
     return element("ul", { className: "fit-legend" }, ...items);
   }
 
+  // Return the measured loss of accuracy in the planner's words.
+  const lost = ({ cost }) => (cost === "" ? "none" : (cost?.replace(" of accuracy", "") ?? "–"));
+
   function table(rows) {
-    const names = ["Technique", "Verdict", ...PARTS, "expected", "low", "high", "CPU memory"];
+    const names = ["Technique", "Verdict", ...PARTS, "expected", "low", "high", "CPU memory", "samples/s", "loss of accuracy"];
     const head = element("tr", {}, ...names.map((name) => element("th", { scope: "col", textContent: name })));
     const body = rows.map((row) => {
       const values = [...row.parts, row.expected, row.low, row.high, row.host].map((value) => gigabytes(value, 2));
-      const cells = [VERDICTS[row.verdict].slice(2), ...values].map((value) => element("td", { textContent: value }));
+      const cells = [VERDICTS[row.verdict].slice(2), ...values, row.speed ?? "–", lost(row)].map((value) => element("td", { textContent: value }));
       const line = element("tr", {}, element("th", { scope: "row", textContent: `${row.rung}: ${row.title}` }), ...cells);
       line.dataset.command = row.command;
       if (row.best) line.dataset.best = "";
       return line;
     });
-    const caption = element("caption", { textContent: "Predicted GPU memory in GB, and CPU memory. Activations include the logits." });
+    const caption = element("caption", { textContent: `Predicted GPU memory in GB, and CPU memory. Activations include the logits. Measured: samples/s of ${FIT.measured}, and accuracy with MiniLM.` });
     const made = element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...body));
     const frame = element("div", { className: "fit-table", tabIndex: 0 }, made);
     frame.setAttribute("role", "region");
@@ -226,12 +306,23 @@
     return made;
   }
 
-  function commandBox(row) {
-    const words = row.command.split(" ").flatMap((word) => [" ", element("span", { textContent: word })]);
-    const code = element("code", {}, ...words.slice(1));
-    const copy = copyButton("Copy the command", () => row.command, code);
-    const text = `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${gigabytes(row.low)} to ${gigabytes(row.high)} GB and ${gigabytes(row.host)} GB of CPU memory, predicted:`;
-    return element("div", { className: "fit-command" }, element("p", { textContent: text }), element("pre", {}, code), copy);
+  // Return a command with a button that copies it, between a text above and one below.
+  function commandBox(above, command, below) {
+    const spans = command.split(" ").flatMap((word) => [" ", element("span", { textContent: word })]);
+    const code = element("code", {}, ...spans.slice(1));
+    const copy = copyButton("Copy the command", () => command, code);
+    const last = element("p", { className: "fit-source", textContent: below });
+    return element("div", { className: "fit-command" }, element("p", { textContent: above }), element("pre", {}, code), copy, last);
+  }
+
+  function rowBox(row) {
+    const size = `${gigabytes(row.low)} to ${gigabytes(row.high)} GB and ${gigabytes(row.host)} GB of CPU memory`;
+    const speed = row.speed ? `${row.speed} samples/s (${FIT.measured})` : "–";
+    return commandBox(
+      `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${size}, predicted:`,
+      row.command,
+      `Measured: speed ${speed}; loss of accuracy ${lost(row)}.`,
+    );
   }
 
   function summary(rows, question) {
@@ -249,47 +340,67 @@
 
   function show(focus) {
     const question = readQuestion();
-    const rows = answer(question);
-    const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
-    for (const all of [1, 0]) {
-      const best = rows.find((row) => row.all === all && row.verdict === "fits");
-      if (best) best.best = true; // the planner's answer for all weights, and the one for adapters
-    }
-    question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
-    const made = FIT.models[question.model].made;
-    const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
     const controls = form(question);
-    const answers = bars(rows, question);
-    const box = element("div", {}, commandBox(question.chosen));
-    const place = () => answers.querySelector("input:checked").closest("label").after(box);
-    place();
+    const rows = question.unknown ? [] : answer(question);
     const notes = [
-      ...(question.replaced.length ? [`The address asks for what this page does not have: ${question.replaced.join(", ")}.`] : []),
-      ...(question.old ? ["This GPU does not compute in bfloat16: techniques in bfloat16 are left out, and mixed precision takes float16."] : []),
-    ].map((textContent) => element("p", { textContent }));
-    const link = element("span", { className: "fit-source" });
-    page.replaceChildren(
-      controls, status, ...notes, legend(question), answers,
-      element("p", {}, copyButton("Copy a link to this answer", () => location.href, link), " ", link),
-      element("details", {}, element("summary", { textContent: "The figures as a table" }), table(rows)),
-      element("p", { className: "fit-source", textContent: source }),
-    );
-    status.textContent = summary(rows, question);
+      question.replaced.length && `The address asks for what this page does not have: ${question.replaced.join(", ")}.`,
+      question.pasted.problem,
+      question.pasted.label && `The pasted config.json has the shape of ${question.pasted.label}.`,
+      question.old && !question.unknown &&
+        "This GPU does not compute in bfloat16: techniques in bfloat16 are left out, and mixed precision takes float16.",
+      question.gpus > 1 && !question.unknown &&
+        "Rungs 9, 10 and 12 run on all GPUs. Every other technique is shown on one of them. The figures are those of each GPU.",
+    ].filter(Boolean).map((textContent) => element("p", { textContent }));
+    if (question.unknown) {
+      status.textContent = `The page has no figures of this ${question.pasted.config.model_type} model.`;
+      const above = "Save the pasted text as config.json in the project's folder. The planner computes the answer from it:";
+      page.replaceChildren(controls, status, ...notes, commandBox(above, planCommand(question), ""));
+    } else {
+      status.textContent = summary(rows, question);
+      page.replaceChildren(controls, status, ...notes, ...results(rows, question));
+    }
     controls.addEventListener("submit", (event) => event.preventDefault());
     controls.addEventListener("change", ({ target }) => {
       const changed = { ...question, [target.name]: target.value };
       for (const name of ["gigabytes", "host"]) if (!(Number(changed[name]) > 0)) changed[name] = question[name];
       if (target.name === "old") changed.old = Number(target.value);
+      if (target.name === "model") changed.config = "";
+      const usual = question.host === question.gpus * FIT.host_memory;
+      if (target.name === "gpus" && usual) changed.host = target.value * FIT.host_memory;
       writeQuestion(changed);
       show(target.id);
     });
+    if (focus) document.getElementById(focus)?.focus();
+  }
+
+  // Return the answer: legend, bars with the command in the chosen row, link, table and source.
+  function results(rows, question) {
+    for (const all of [1, 0]) {
+      const best = rows.find((row) => row.all === all && row.verdict === "fits");
+      if (best) best.best = true; // the planner's answer for all weights, and the one for adapters
+    }
+    const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
+    question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
+    const made = FIT.models[question.model].made;
+    const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
+    const missing = `The page has no figures of this model for ${question.missing.join("; ")}. The planner has them.`;
+    const answers = bars(rows, question);
+    const box = element("div", {}, rowBox(question.chosen));
+    const place = () => answers.querySelector("input:checked").closest("label").after(box);
+    place();
     answers.addEventListener("change", ({ target }) => {
       const row = rows[Number(target.value)];
       writeQuestion({ ...question, row: `${row.rung} ${row.title}` });
-      box.replaceChildren(commandBox(row));
+      box.replaceChildren(rowBox(row));
       place();
     });
-    if (focus) document.getElementById(focus)?.focus();
+    const link = element("span", { className: "fit-source" });
+    return [
+      legend(question), answers,
+      element("p", {}, copyButton("Copy a link to this answer", () => location.href, link), " ", link),
+      element("details", {}, element("summary", { textContent: "The figures as a table" }), table(rows)),
+      element("p", { className: "fit-source", textContent: question.missing.length ? `${source} ${missing}` : source }),
+    ];
   }
 
   addEventListener("hashchange", () => show());

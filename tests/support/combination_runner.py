@@ -18,6 +18,7 @@ import torch._dynamo.config as compiling
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
+from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.advice import explain
 from support.helpers import MODELS
 
@@ -30,7 +31,7 @@ def attempt(script: str, settings: list[str]) -> str | None:
     with tempfile.TemporaryDirectory() as runs:
         model = Path(runs) / "model.json"
         model.write_text(json.dumps(MODEL))
-        one_pass = Path(script).stem.startswith(("17_", "29_"))
+        one_pass = "step_in_backward" in script_defaults(Path(script).stem)
         cut = not {"--micro_batch_tokens", "--step_in_backward"} & {*settings} and not one_pass
         small = SMALL if cut else SMALL[:-2]  # the other rungs set their own micro-batch
         sys.argv = [script, *small, "--model", str(model), "--max_length", "32", *settings, "--runs_dir", runs]
