@@ -19,8 +19,6 @@ Three words of `options` replace a part of our code by the peer's, where the pee
 - `four_bits=keep`: 4-bit layers keep their inputs, as bitsandbytes 0.42 did.
 - `loss=whole`: the loss is transformers' own, which converts all logits to 32 bits.
 
-With `--only` and `--json`, the other rows of FILE stay as they are.
-
 No constant is fitted. Errors are (predicted - published) / published. `published_series.csv` names pairs of rows, whose
 differences cancel what the peer's model code adds. `--fill` writes the tables of docs/from_the_posts.md from the
 results.
@@ -184,7 +182,7 @@ def fill_page(check: bool = False) -> list[Path]:
 def main() -> None:
     """Predict the rows, print the tables and store them."""
     parser = common.new_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows that contain one of the TEXTs")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows with a TEXT; FILE keeps the others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--fill", action="store_true", help="only write the tables of docs/from_the_posts.md")
     args = parser.parse_args()
@@ -196,8 +194,7 @@ def main() -> None:
     stored = common.read_results(args.json).get("published", {}) if args.only and args.json else {}
     rows, found = read_rows(), {record["number"]: record for record in stored.get("rows", [])}
     for row in rows:
-        text = " ".join(map(str, row.values()))
-        if row["options"] and (not args.only or any(word in text for word in args.only)):
+        if row["options"] and (not args.only or any(word in str([*row.values()]) for word in args.only)):
             print(f"{row['number']} {row['source']}: {row['model']} …", file=sys.stderr, flush=True)
             found[row["number"]] = compare(row)
     records = [found[number] for number in sorted(found)]
