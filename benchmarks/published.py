@@ -53,9 +53,10 @@ GROUPS = {  # part of the options -> technique; the first that fits
     "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
+POSTS = "rasbt/"
 TABLES = {  # header and cells of a row
     "rows": (
-        "row | peer | model | technique | published, GB | predicted, GB | error",
+        "row | peer | model | technique | published | predicted | error",
         "{number} | {peer} | {model} | {technique} | {published_gb:.2f} | {predicted_gb:.2f} | {error:+.0%}{mark}",
     ),
     "techniques": (
@@ -164,28 +165,24 @@ def in_gb(record: dict) -> dict:
 
 
 def table(name: str, result: dict) -> list[str]:
-    """Return the lines of a table."""
+    """Return the lines of a table; that of the rows leaves out the posts, whose section has them."""
     if name == "rows":
-        return common.table(*TABLES[name], [in_gb(row) | {"peer": row["source"].split()[0]} for row in result["rows"]])
+        peers = [(row, row["source"].split()[0]) for row in result["rows"] if not row["source"].startswith(POSTS)]
+        return common.table(*TABLES[name], [in_gb(row) | {"peer": peer} for row, peer in peers])
     records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
     return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
 def fill_page(check: bool = False) -> list[Path]:
-    """Write the tables of the stored results into docs/from_the_posts.md and docs/tables/; return what changes."""
+    """Write the tables of the stored results into docs/from_the_posts.md; see `common.fill_pages`."""
     result = common.read_results(OUT)["published"]
-    changed = common.fill_pages("published", lambda name: table(name, result), check)
-    for name, file in (("rows", "published_peaks"), ("series", "published_savings")):
-        changed += common.write_table(file, table(name, result), check)
-    return changed
+    return common.fill_pages("published", lambda name: table(name, result), check)
 
 
 def main() -> None:
     """Predict the rows, print the tables and store them."""
     parser = common.new_parser(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="rows with one of the TEXTs; others of FILE stay"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows with a TEXT; FILE keeps the others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--fill", action="store_true", help="only write the tables of docs/from_the_posts.md")
     args = parser.parse_args()
