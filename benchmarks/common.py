@@ -15,7 +15,7 @@ from pathlib import Path
 from time import strftime
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the benchmarks run without an installation
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "docs" / "fit")]  # the benchmarks run without an installation
 
 import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import common  # first import: it makes the project importable
+import stored
 from evidence_tables import best_row, change, most_seeds, predicted
 from evidence_tables import mean as with_spread
 
@@ -22,9 +23,6 @@ from fabric_ladder.planning.gpus import card_memory
 from fabric_ladder.planning.overhead import ANY_GPU
 from fabric_ladder.rungs import RUNGS, parent
 from fabric_ladder.techniques.memory import Peak
-
-sys.path.append(str(common.ROOT / "docs" / "fit"))
-import stored
 
 HEADINGS = {  # groups of rows, and their headings in the README's table
     "base": None,
@@ -155,10 +153,7 @@ def cards() -> list[str]:
 
     def answer(label: str, memory: int, kind: str) -> str | None:
         fitting = []
-        for row, facts in enumerate(data["rows"]):
-            rung = facts["rung"]
-            if not facts["single"] or any(str(row) not in rows for rows in models.values()):
-                continue
+        for row, rung, facts in stored.on_one_gpu(data, models.values()):
             own = kinds[0] if facts["all"] else kinds[2] if rung == "14_qlora" else kinds[1]
             parts = (megabytes * 10**6 for megabytes in models[label][str(row)][0])
             high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]

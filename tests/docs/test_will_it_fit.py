@@ -3,7 +3,6 @@
 import html
 import random
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,12 +25,12 @@ from fabric_ladder.techniques.memory import ON_DEVICE, Peak
 
 FIT = ROOT / "docs" / "fit"
 sys.path.append(str(FIT))
+import build  # noqa: E402
 import stored  # noqa: E402
 
 DATA = stored.read()
 FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
-PARTS = ("weights", "gradients", "optimizer state", "activations", "other")
-COLUMNS = (*PARTS, "CUDA", "expected", "low", "high", "host", "speed", "cost")
+COLUMNS = "weights|gradients|optimizer state|activations|other|CUDA|expected|low|high|host|speed|cost".split("|")
 QUESTIONS = [
     {"model": label, "task": task, "length": length, "batch": str(size)}
     for label, model in DATA["models"].items()
@@ -46,13 +45,8 @@ in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installe
 def ask(question: dict[str, str], profile) -> tuple[str, list[dict[str, str]]]:
     """Return the page's document in Chromium for a question, and the rows of its table."""
     address = f"{(FIT / 'index.html').as_uri()}#{urlencode(question)}"
-    done = subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", address],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     rows = []
     for command, best, line in re.findall(r'<tr data-command="([^"]*)"( data-best="")?>(.*?)</tr>', done.stdout):
         name, verdict, *cells = (html.unescape(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line))
@@ -61,28 +55,19 @@ def ask(question: dict[str, str], profile) -> tuple[str, list[dict[str, str]]]:
     return done.stdout, rows
 
 
-def lengths_of(question: dict[str, str]) -> dict[str, dict]:
-    """Return the stored peaks of a model's task by length."""
-    return DATA["models"][question["model"]]["tasks"][question["task"]]
+def keys_of(question: dict[str, str]) -> dict[str, list]:
+    """Return the stored peaks by the key of the row."""
+    return DATA["models"][question["model"]]["tasks"][question["task"]][question["length"]]
 
 
 SMALL = ("BERT base", "GPT-2", "BLOOM 560m", "Qwen3 0.6B", "ViT large")  # predicted in seconds
-KEYS = {
-    f"{number}{old}"
-    for number, row in enumerate(DATA["rows"])
-    if row["base"] is None
-    for old in (["", "old"] if row["old"] == "own" else [""])
-}
+KEYS = build.list_keys([])
 COMPLETE = 19  # rows that have figures for every model
-MISSING = {f"{number}old" for number in range(20, 24)}  # no model has these yet
-PREDICTED = {  # questions of small models, by the key of the row
-    key: [each for each in QUESTIONS if each["model"] in SMALL and key in lengths_of(each)[each["length"]]]
-    for key in (f"{number}{old}" for number in range(len(DATA["rows"])) for old in ("", "old"))
-}
+PREDICTED = {key: [each for each in QUESTIONS if each["model"] in SMALL and key in keys_of(each)] for key in KEYS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [key for key, questions in PREDICTED.items() if questions])
+@pytest.mark.parametrize("key", sorted(key for key, questions in PREDICTED.items() if questions))
 def test_the_stored_figures_are_those_of_the_predictor(key):
     """One question for each technique on one GPU, and for each that suits a T4 another one there."""
     number, old = int(key.removesuffix("old")), key.endswith("old")
@@ -91,19 +76,12 @@ def test_the_stored_figures_are_those_of_the_predictor(key):
         pytest.skip("the passes of ZeRO alone are stored; what the page adds to them is tested below")
     question = random.Random(number + 100 * old).choice(PREDICTED[key])
     model = DATA["models"][question["model"]]
-    peaks = lengths_of(question)[question["length"]][key]
+    peaks = keys_of(question)[key]
     size = int(question["batch"])
-    given = {"batch_size": max(16, 2 * size), "eval_batch_tokens": None, "task": question["task"]}
-    if row["whole"]:
-        given["batch_size"] = size
-    peak = predict_memory(
-        str(find_shipped_config(model["name"])),
-        row["rung"],
-        length=int(question["length"]) or 1024,  # not used for images
-        micro_batch_size=size,
-        gpu="T4" if old else "A100 80GB",
-        **given | read_words(row["options"].split()),
-    ).tensors
+    given = {"batch_size": size if row["whole"] else max(16, 2 * size), "eval_batch_tokens": None}
+    given |= {"length": int(question["length"]) or 1024, "micro_batch_size": size, "task": question["task"]}
+    given |= {"gpu": "T4" if old else "A100 80GB", **read_words(row["options"].split())}
+    peak = predict_memory(str(find_shipped_config(model["name"])), row["rung"], **given).tensors
     found = [getattr(peak, part) / 1e6 for part in ON_DEVICE]
     assert found == pytest.approx(peaks[DATA["sizes"].index(size)], abs=max(1, 0.01 * peak.total / 1e6)), question
 
@@ -111,7 +89,7 @@ def test_the_stored_figures_are_those_of_the_predictor(key):
 def stored_peak(row: dict[str, str], question: dict[str, str], gpu: str) -> Peak:
     """Return the stored peak of a row of the page."""
     number = next(n for n, known in enumerate(DATA["rows"]) if row["name"] == f"{known['rung']}: {known['title']}")
-    rows = lengths_of(question)[question["length"]]
+    rows = keys_of(question)
     old = find_gpu(gpu).capability < (8, 0)
     parts = rows.get(f"{number}{'old' * old}", rows.get(str(number)))[DATA["sizes"].index(int(question["batch"]))]
     nothing = Peak(**dict.fromkeys(Peak._fields, 0))
@@ -129,7 +107,7 @@ def test_the_page_shows_the_stored_figures(tmp_path, seed):
     old = "old" if find_gpu(gpu).capability < (8, 0) else ""
     keys = [f"{number}{old * (row['old'] == 'own')}" for number, row in enumerate(DATA["rows"])
             if row["single"] and (row["old"] or not old)]  # fmt: skip
-    assert len(rows) == len({*keys} & lengths_of(question)[question["length"]].keys())
+    assert len(rows) == len({*keys} & keys_of(question).keys())
     row = chance.choice(rows)
     tensors = stored_peak(row, question, gpu)
     low, expected, high = (overhead.needed(tensors) for overhead in assume(find_gpu(gpu).capability))
@@ -155,12 +133,11 @@ def test_the_page_chooses_as_the_planner_does(tmp_path, gpus, question, gigabyte
     """The planner's answers with the techniques of the page, for all weights and for adapters; rung 11 needs 12 GB."""
     name = DATA["models"][question["model"]]["name"]
     words = ["--model", str(find_shipped_config(name)), "--task", question["task"], "--micro_batch_size", "2"]
-    keys = lengths_of(question)[question["length"]]
-    choices = [
-        (row["rung"], tuple(row["options"].split()))
-        for number, row in enumerate(DATA["rows"])
-        if not row["whole"] and row["single" if gpus == 1 else "several"] and str(row["base"] or number) in keys
-    ]
+    keys = keys_of(question)
+    shown = [row for number, row in enumerate(DATA["rows"]) if str(row["base"] or number) in keys
+             and not row["whole"] and row["single" if gpus == 1 else "several"]]  # fmt: skip
+    choices = [(row["rung"], tuple(row["options"].split())) for row in shown]
+    names = [f"{row['rung']}: {row['title']}" for row in shown]
     candidates, problems = read_candidates(choices, words, gpus)
     assert not problems
     gpu = find_gpu("A100 80GB")._replace(name="a GPU", memory=card_memory(gigabytes))
@@ -172,11 +149,7 @@ def test_the_page_chooses_as_the_planner_does(tmp_path, gpus, question, gigabyte
         rows = [row for row in rows if row["name"].startswith(("9_", "10_", "12_"))]
     assert [row["name"].split(":")[0] for row in rows if row["best"]] == chosen
     for plan in plans:
-        options = choices[candidates.index(plan.candidate)][1]
-        known = next(
-            row for row in DATA["rows"] if (row["rung"], row["options"]) == (plan.candidate.rung, " ".join(options))
-        )
-        [row] = [row for row in rows if row["name"] == f"{known['rung']}: {known['title']}"]
+        [row] = [row for row in rows if row["name"] == names[candidates.index(plan.candidate)]]
         assert float(row["host"]) == pytest.approx(plan.host / 1e9, rel=0.01)
         assert (row["verdict"] == "fits") == plan.fits
 
@@ -185,15 +158,12 @@ def test_the_page_chooses_as_the_planner_does(tmp_path, gpus, question, gigabyte
 def test_the_page_replaces_unknown_values_of_the_address(tmp_path):
     document, rows = ask({"model": "None", "length": "7", "batch": "3", "gpu": "-1"}, tmp_path)
     peaks = DATA["models"]["Qwen3 8B"]["tasks"]["instruction-tuning"]["1024"]
-    assert len(rows) == sum(
-        row["single"] and str(row["base"] or number) in peaks for number, row in enumerate(DATA["rows"])
-    )
+    assert len(rows) == sum(row["single"] and str(row["base"] or n) in peaks for n, row in enumerate(DATA["rows"]))
     assert "Its memory in GB" in document
     shown = "model None (shown: Qwen3 8B), length 7 (shown: 1024), batch 3 (shown: 1), gpu -1 (shown: another GPU)"
     assert f"The address asks for what this page does not have: {shown}." in document
-    assert re.findall(r'<label for="([\w-]+)"', document) == re.findall(
-        r'<(?:select|input|textarea)[^>]* id="([\w-]+)"', document
-    )
+    fields = re.findall(r'<(?:select|input|textarea)[^>]* id="([\w-]+)"', document)
+    assert re.findall(r'<label for="([\w-]+)"', document) == fields
 
 
 @in_a_browser
@@ -227,7 +197,6 @@ def test_the_data_hold_what_the_page_promises():
                 assert rows.keys() <= KEYS
         for task, facts in DATA["facts"][label].items():
             assert len(facts["host"]) == len(DATA["order"][task][0][0]) == len(DATA["rows"])
-    assert {key for each in QUESTIONS for key in lengths_of(each)[each["length"]]} | MISSING == KEYS
 
 
 def test_the_stored_order_is_the_planners():
@@ -258,50 +227,25 @@ def test_the_rungs_accept_the_options_of_the_page(row):
         pytest.fail(str(error))
 
 
-CHECKED = [  # a technique, the question, and settings of `predict_memory`
-    ("Mixed precision on each GPU (DDP)", {"gpus": "2", "batch": "2"}, {}),
-    ("Weights and optimizer sharded (FSDP), checkpointing", {"gpus": "2"}, {"activation_checkpointing": True}),
-    ("Weights and optimizer sharded (FSDP), checkpointing", {"gpus": "8", "batch": "16"},
-     {"activation_checkpointing": True}),
-    ("DeepSpeed ZeRO 2, checkpointing", {"gpus": "4"}, {"deepspeed": "zero2", "activation_checkpointing": True}),
-    ("DeepSpeed ZeRO 3, checkpointing", {"gpus": "2", "batch": "16"},
-     {"deepspeed": "zero3", "activation_checkpointing": True}),
-    ("DeepSpeed ZeRO 3 in CPU memory, checkpointing", {"gpus": "8"},
-     {"deepspeed": "zero3_offload", "activation_checkpointing": True}),
-    ("LoRA adapters on attention", {"rank": "64", "batch": "8"}, {"lora_targets": "attention"}),
-    ("LoRA adapters on attention, 4-bit weights, checkpointing", {"rank": "64"},
-     {"lora_targets": "attention", "activation_checkpointing": True}),
-    ("LoRA adapters on all linear layers", {"rank": "64", "batch": "8"}, {}),
-    ("LoRA adapters on all linear layers", {"rank": "4"}, {}),
-]  # fmt: skip
-
-
 @in_a_browser
 @pytest.mark.slow
-@pytest.mark.parametrize(("title", "question", "settings"), CHECKED)
-def test_what_the_page_adds_for_several_gpus_and_ranks_agrees_with_the_predictor(tmp_path, title, question, settings):
-    """Within 2 % of the tensors and of the CPU memory, for BLOOM-560m."""
-    question = {"model": "BLOOM 560m", "task": "text-classification", "length": "512", "gpu": "A100 80GB"} | question
-    _, rows = ask(question, tmp_path)
-    [row] = [row for row in rows if row["name"].endswith(f": {title}")]
-    gpus, size = int(question.get("gpus", 1)), int(question.get("batch", 1))
-    if "rank" in question:
-        settings = settings | {"lora_rank": int(question["rank"])}
-    predicted = predict_memory(
-        str(find_shipped_config("bigscience/bloom-560m")),
-        row["name"].split(":")[0],
-        length=512,
-        micro_batch_size=size,
-        gpus=gpus,
-        gpu="A100 80GB",
-        batch_size=max(16, 2 * size * gpus),
-        eval_batch_tokens=None,
-        **settings,
-    )
-    assert sum(float(row[part]) for part in PARTS) == pytest.approx(predicted.tensors.total / 1e9, rel=0.02, abs=0.03)
-    assert float(row["expected"]) == pytest.approx(predicted.expected / 1e9, rel=0.02, abs=0.03)
-    options = [] if gpus == 1 else ["--devices", question["gpus"]]
-    assert all(word in row["command"].split() for word in options)
+@pytest.mark.parametrize(
+    ("number", "gpus", "rank", "size"),  # DDP, FSDP, ZeRO 2, 3 and offloaded; adapters on attention and on all layers
+    [(28, 2, 8, 2), (30, 2, 8, 1), (30, 8, 8, 16), (31, 4, 8, 1), (32, 2, 8, 16), (33, 8, 8, 1), (7, 1, 64, 8),
+     (10, 1, 64, 1), (20, 1, 64, 8), (20, 1, 4, 1)],
+)  # fmt: skip
+def test_what_the_page_adds_for_gpus_and_ranks_agrees_with_the_predictor(tmp_path, number, gpus, rank, size):
+    known, name = DATA["rows"][number], find_shipped_config("bigscience/bloom-560m")
+    question = {"model": "BLOOM 560m", "task": "text-classification", "length": 512, "gpu": "A100 80GB"}
+    _, rows = ask(question | {"gpus": gpus, "rank": rank, "batch": size}, tmp_path)
+    [row] = [row for row in rows if row["name"] == f"{known['rung']}: {known['title']}"]
+    settings = read_words(known["options"].split()) | {"batch_size": max(16, 2 * size * gpus)}
+    settings |= {"lora_rank": rank} if known["adapters"] else {}
+    given = {"length": 512, "micro_batch_size": size, "gpus": gpus, "gpu": "A100 80GB", "eval_batch_tokens": None}
+    found = predict_memory(str(name), known["rung"], **given, **settings)
+    tensors = sum(float(row[part]) for part in COLUMNS[:5])
+    assert tensors == pytest.approx(found.tensors.total / 1e9, rel=0.02, abs=0.03)
+    assert float(row["expected"]) == pytest.approx(found.expected / 1e9, rel=0.02, abs=0.03)
 
 
 @in_a_browser
@@ -312,25 +256,17 @@ def test_a_pasted_config_is_found_in_the_list_or_given_to_the_planner(tmp_path):
     assert "--model Qwen/Qwen3-0.6B" in rows[0]["command"]
     document, rows = ask({"config": config.replace("151936", "1000"), "gpus": "2", "rank": "16"}, tmp_path)
     assert not rows
-    [code] = re.findall(r"<pre><code>(.*?)</code></pre>", document)
-    words = shlex.split(html.unescape(re.sub("<[^>]*>", "", code)))
-    assert words[:2] == ["python", "scripts/plan_memory.py"]
-    options = " ".join(words[2:])
-    assert options == (
-        "--model config.json --task instruction-tuning --max_length 1024 --length 1024 --micro_batch_size 1 "
-        "--gpu RTX 4090 --devices 2 --host_memory 128GB --lora_rank 16"
+    command = (
+        "python scripts/plan_memory.py --model config.json --task instruction-tuning --max_length 1024 --length 1024 "
+        '--micro_batch_size 1 --gpu "RTX 4090" --devices 2 --host_memory 128GB --lora_rank 16'
     )
-    known = subprocess.run([sys.executable, words[1], "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert all(option in known.stdout for option in ("--length", "--gpu", "--devices", "--host_memory"))
+    assert f">{command}<" in html.unescape(re.sub("</?span>", "", document))
     document, _ = ask({"config": "{}"}, tmp_path)
     assert "The pasted JSON has no model_type" in document
 
 
 def test_measured_facts_are_the_planners():
     rows = {(row["rung"], row["options"]): row for row in DATA["rows"]}
-    assert {rung: row["speed"] for (rung, _), row in rows.items() if row["speed"]} == {
-        rung: speed for rung, speed in SPEEDS.items() if (rung, "") in rows
-    }
-    assert rows["13_lora", ""]["cost"] == ""
-    assert rows["9_ddp", ""]["cost"] == ""
+    assert all(row["speed"] == (SPEEDS.get(rung) if not options else None) for (rung, options), row in rows.items())
+    assert rows["13_lora", ""]["cost"] == rows["9_ddp", ""]["cost"] == ""
     assert "points" in rows["13_lora", "--lora_targets attention"]["cost"]
