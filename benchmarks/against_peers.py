@@ -7,10 +7,6 @@ Parts:
     minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
     bloom      A BLOOM of 6 layers from its config, up to 1,024 tokens.
     attention  The same BLOOM forward and backward, `--attention fused` against `eager`, at 256 to 2,048 tokens.
-    accuracy   Rung 2 against the blog's recipe, 16 reviews a step: MiniLM in 32-bit, one epoch of 2,000 reviews of up
-               to 128 tokens, tested on 2,000 others, one thread, five seeds. Both sides have the same initial weights,
-               but the blog's recipe draws its own order of the reviews. A run takes about 10 minutes. Stored runs are
-               not repeated. This part runs only when named.
 
 The sides of `minilm` and `bloom` are the peers of peers.py and the ladder: an unchanged script of src/, see `LADDER`.
 They take turns in fresh processes, and the median of the repeats counts. Sides that differ in weights, tokens, steps or
@@ -34,7 +30,6 @@ from common import (
     BASE,
     BLOOM,
     MEASURES,
-    MINILM,
     draw_reviews,
     model_options,
     part_parser,
@@ -63,14 +58,6 @@ CUTS += [f"--micro_batch_tokens {tokens}" for tokens in (512, 1024, 2048, 4096)]
 LENGTHS = (256, 512, 1024, 2048)
 SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
 TOLERANCES = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}
-ACCURACY_OUT = common.RESULTS / "blog_accuracy.json"
-ACCURACY_SIDES = {
-    "2_grad_accum": partial(rung_command, script="2_grad_accum"),
-    "the blog's recipe": partial(peer_command, "blog"),
-}
-SEEDS = range(123, 128)
-TESTED = 2000
-ACCURACY_OPTIONS = f"--test_samples {TESTED} --accelerator cpu --batch_size 16 --micro_batch_size 1".split()
 
 
 def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
@@ -130,25 +117,12 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     return {"conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"}} | turns | {"ratios": ratios}
 
 
-def compare_accuracy() -> None:
-    """Run the sides of `accuracy` that have no stored result yet."""
-    common.check_storable(ACCURACY_OUT)
-    torch.set_num_threads(1)  # as the children have, for the records
-    for seed, (side, command_of) in product(SEEDS, ACCURACY_SIDES.items()):
-        if (name := f"{side}: {seed}") in common.read_results(ACCURACY_OUT):
-            continue
-        command = command_of([*MINILM, *model_options("minilm", Path())[:2], *ACCURACY_OPTIONS, "--seed", str(seed)])
-        figures = common.run_command(command, threads=1)
-        common.write_result(ACCURACY_OUT, name, {"child": common.shown(command), "figures": figures})
-
-
 DUELS = {"sides": duel, "cuts": compare_cuts}
 
 
 def main() -> None:
     """Measure the chosen parts."""
-    parser = part_parser(__doc__, ["minilm", "bloom", "attention", "accuracy"], 5, OUT)
-    parser.set_defaults(part=["minilm", "bloom", "attention"])
+    parser = part_parser(__doc__, ["minilm", "bloom", "attention"], 5, OUT)
     parser.add_argument("--measure", choices=DUELS, default="sides", help="of minilm and bloom, see above")
     parser.add_argument("--reviews", type=int, default=REVIEWS, help="for training (default: %(default)s)")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
@@ -158,9 +132,6 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     measures = {}
     for part in args.part:
-        if part == "accuracy":
-            compare_accuracy()
-            continue
         words, measure = [part], compare_attention
         if part != "attention":
             vectors = torch.backends.cpu.get_cpu_capability()

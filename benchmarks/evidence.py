@@ -64,7 +64,6 @@ SETS = {
     "imdb_2000_attention": Set([*IMDB_2000, *ATTENTION], "13,14", seeds=5),
     "imdb_2000_attention_cpu": Set([*IMDB_2000, *ATTENTION], "13,14", seeds=5),
     "imdb_2000_adam_4bit": Set([*IMDB_2000, "--optimizer", "adam-4bit"], "18", seeds=5),
-    "imdb_2000_kahan_8bit": Set([*IMDB_2000, "--kahan_summation", "8-bit"], "17", seeds=5),
     "imdb_2000_32_bit": Set([*IMDB_2000, "--precision", "32-true"], "6,25,26", seeds=5),
     "imdb": Set([*MINILM, *WHOLE], "1,2,4,15,16"),
     "imdb_256": Set([*MINILM, *WHOLE, "--max_length", "256"], "2,4,15,16"),

@@ -4,9 +4,8 @@
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
-results/memory_ladder.json (predicted bytes), results/longest_text.json, results/bag_of_words.json and
-results/blog_accuracy.json. Missing figures are shown as a dash. The planner's accuracies and speeds, with those of
-results/gpu.json, go to src/fabric_ladder/planning/measured.json.
+results/memory_ladder.json (predicted bytes), results/longest_text.json and results/bag_of_words.json. Missing figures
+are shown as a dash. The planner's accuracies and speeds, with those of results/gpu.json, go to src/fabric_ladder/planning/measured.json.
 """
 
 import json
@@ -19,15 +18,13 @@ from pathlib import Path
 
 import common  # first import: it makes the project importable
 import evidence
-from against_peers import ACCURACY_OUT, ACCURACY_SIDES, TESTED
 from evidence import IMDB_2000, SETS
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from fabric_ladder.comparing.charts import STYLE
-from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import Row
-from fabric_ladder.comparing.sources import FIGURES, read_sources
+from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import without_options
 from fabric_ladder.planning.candidates import NAMED, read_settings
@@ -160,20 +157,6 @@ def whole() -> list[str]:
     return common.markdown_table(header, rows)
 
 
-def blog() -> list[str]:
-    """Return the table of the blog's recipe next to rung 2."""
-    kept, rows = common.read_results(ACCURACY_OUT), []
-    for side in ACCURACY_SIDES:
-        runs = []
-        for record in (record["figures"] for name, record in kept.items() if name.split(":")[0] == side):
-            figures = {name: record[key] * factor for key, (name, factor) in FIGURES.items() if key in record}
-            runs.append(LoggedRun(side, side, figures=figures, test_samples=TESTED))
-        if runs:
-            rows.append([side, *tested(Row(runs))])
-    header = ["", "test accuracy, %", "95 % of the test's draw", "each seed"]
-    return common.markdown_table(header, rows)
-
-
 @cache
 def predictions() -> dict[tuple[str, str, int], float]:
     """Return the predicted peaks of BLOOM-560m in GB by rung, options and GPUs."""
@@ -226,7 +209,7 @@ def longest_texts() -> list[str]:
     return common.markdown_table(["trained (rung)", *sizes], rows)
 
 
-BLOCKS = {block.__name__: block for block in (whole, blog, ladder, longest_texts)}
+BLOCKS = {block.__name__: block for block in (whole, ladder, longest_texts)}
 
 
 def lost(row: Row, whole: Row) -> float:
