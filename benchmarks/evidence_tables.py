@@ -5,7 +5,8 @@
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
 results/memory_ladder.json (predicted bytes), results/longest_text.json and results/bag_of_words.json. Missing figures
-are shown as a dash. The planner's accuracies and speeds, with those of results/gpu.json, go to src/fabric_ladder/planning/measured.json.
+are shown as a dash. The planner's accuracies and speeds, with those of results/gpu.json, go to
+src/fabric_ladder/planning/measured.json.
 """
 
 import json
