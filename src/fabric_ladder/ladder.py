@@ -386,6 +386,15 @@ LADDER = (
         ),
     ),
     Row(
+        "train_tokens",
+        mechanism="token_rows.TokenRows",
+        conflicts={
+            SHARDED: "not tested on sharded weights; leave it out",
+            "cuda_graphs": "PEFT sends the rows' numbers to the GPU in each pass, which a graph cannot record; use "
+            "--cuda_graphs false",
+        },
+    ),
+    Row(
         "lora",
         "13_lora",
         group="weights",

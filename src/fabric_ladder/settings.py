@@ -240,6 +240,15 @@ class DataSettings:
         role=DATA,
         metavar="NAME_OR_PATH",
     )
+    train_tokens: str | None = model_setting(
+        None,
+        "Also train the rows of these tokens, separated by commas, in the embedding and in a language model's head. "
+        "Tokens that the tokenizer lacks are added to it.",
+        changes_memory=True,
+        needs="lora",
+        metavar="TOKEN,…",
+        aliases={"{}": "add_tokens new_special_tokens"},
+    )
     # folders that only environment variables set: of files with data; of prepared data and compiled kernels
     data_dir: str = dataclasses.field(default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = dataclasses.field(

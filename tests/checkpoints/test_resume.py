@@ -25,6 +25,7 @@ from support.resuming import (
     Evil,
     assert_same,
     checkpoints,
+    copy_until,
     lines_of,
     run_here,
     run_rung_2,
@@ -106,18 +107,6 @@ def test_a_checkpoint_of_a_later_epoch_leads_to_the_same_end(tmp_path):
     names = [path.name for path in checkpoints(tmp_path / HOME)]
     assert names == [f"step-{n:09d}{'-validated' * (n in (8, 16))}" for n in (3, 6, 8, 9, 12, 15, 16)]
     resume_copy(tmp_path / HOME, tmp_path / "again", names[3], [*more, "--num_workers", 2])
-
-
-def copy_until(checkpoint, whole, cwd):
-    """Return the folder of a copy of a finished run, which looks as if the run had stopped after this checkpoint."""
-    home = cwd / "runs" / whole.parent.name / "1"
-    shutil.copytree(whole, home)
-    for later in checkpoints(home):
-        if later.name > checkpoint:
-            shutil.rmtree(later)
-    record = json.loads((home / "run.json").read_text())
-    (home / "run.json").write_text(json.dumps(record | {"status": "running"}))
-    return home
 
 
 def resume_copy(whole, cwd, checkpoint, options):

@@ -22,6 +22,9 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
+    ("bloom", {"lora": True, "train_tokens": "<a>,<b>", "precision": "bf16-mixed"}),
+    ("bloom-lm", {"lora": True, "train_tokens": "<a>,<b>", "precision": "bf16-true", "micro_batch_size": 2}),
+    ("bloom-lm", {"lora": True, "train_tokens": "<a>", "model": str(MODELS / "llama-tiny.json")}),  # a head of its own
     ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2}),
     ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2, "attention": "varlen"}),
     ("bloom", {"packing": True, "max_length": 256, "attention": "varlen", "precision": "bf16-mixed"}),

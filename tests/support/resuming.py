@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -77,6 +78,18 @@ def tensors_of(checkpoint):
 
 def checkpoints(folder):
     return sorted((folder / "checkpoints").iterdir())
+
+
+def copy_until(checkpoint, whole, cwd):
+    """Return the folder of a copy of a finished run, which looks as if the run had stopped after this checkpoint."""
+    home = cwd / "runs" / whole.parent.name / "1"
+    shutil.copytree(whole, home)
+    for later in checkpoints(home):
+        if later.name > checkpoint:
+            shutil.rmtree(later)
+    record = json.loads((home / "run.json").read_text())
+    (home / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    return home
 
 
 def lines_of(folder):

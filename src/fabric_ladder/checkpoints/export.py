@@ -231,6 +231,8 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
                     setattr(config, key, getattr(own, key))
         options = {"config": config, "heads": head_names if new_head else None} | local
         model = _load_base(result, name, options, dtype or torch.float32, quantization)
+    if own is not None and getattr(adapter, "trainable_token_indices", None):
+        model.resize_token_embeddings(own.get_text_config().vocab_size, mean_resizing=False)
     if lost := {*model.new_parts} - {*(adapter.modules_to_save or [])}:
         raise UserError(f"neither {result.folder} nor its base {name} has the weights of {min(lost)}: train again")
     with refused(mismatch):

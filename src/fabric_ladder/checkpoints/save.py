@@ -27,7 +27,8 @@ from fabric_ladder.errors import UserError, refused
 from fabric_ladder.runs.folder import CHECKPOINTS
 
 OPTIMIZER = "optimizer.json"
-ADAPTER = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")  # not visible in the weights
+# values of an adapter that the sizes of its weights do not show
+ADAPTER = "peft_type r lora_alpha use_rslora use_dora target_modules trainable_token_indices".split()
 
 
 def save(
@@ -191,7 +192,8 @@ def _is_adapter_weight(name: str, tensor: Tensor) -> bool:
 
 def _name_in_base(name: str) -> str:
     """Remove the parts that PEFT adds to the names of the base model's weights."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    name = name.removeprefix("base_model.model.").replace(".token_adapter.", ".")
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _gather(fabric: Fabric, model: nn.Module, wanted: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:

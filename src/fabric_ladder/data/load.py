@@ -31,6 +31,7 @@ from fabric_ladder.data.text_sources import Source, find_source
 from fabric_ladder.data.tokens import (
     CACHE_FORMAT,
     NO_TOKEN,
+    add_tokens,
     load_tokenizer,
     tokenize_start,
     train_tokenizer,
@@ -64,10 +65,12 @@ def load_datasets(settings: DataSettings) -> TextDatasets | ImageDatasets:
     if commit:
         source.key.append(commit)
     name = tokenizer_name(settings)
+    new_tokens = []
     if name == "trained":
         tokenizer, vocabulary = None, trained_vocabulary(settings.model)
     else:
         tokenizer = load_tokenizer(name)
+        new_tokens = add_tokens(tokenizer, settings.train_tokens)
         vocabulary = tokenizer.backend_tokenizer.to_str()
     end = _counted_end(settings)
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
@@ -93,7 +96,7 @@ def load_datasets(settings: DataSettings) -> TextDatasets | ImageDatasets:
     else:
         tokenizer.model_max_length = settings.max_length  # saved too: users of the model cut texts as the training did
     names, notices, summary = (facts[name] for name in ("class_names", "notices", "summary"))
-    return TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary=summary)
+    return TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary, new_tokens)
 
 
 def check_data(settings: DataSettings) -> list[str]:
@@ -111,7 +114,7 @@ def check_data(settings: DataSettings) -> list[str]:
     else:
         source = find_source(settings)
         if (name := tokenizer_name(settings)) != "trained":
-            load_tokenizer(name)
+            add_tokens(load_tokenizer(name), settings.train_tokens)
         _counted_end(settings)
         if source.key[0] == "hub":
             find_commit(settings)

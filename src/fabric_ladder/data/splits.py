@@ -26,6 +26,7 @@ class TextDatasets:
         notices: Lines that the user should read.
         commit: The commit of a data set on the Hub.
         summary: Lines about what was read.
+        new_tokens: Tokens of `train_tokens` that the tokenizer lacked.
     """
 
     splits: hf.DatasetDict
@@ -35,6 +36,7 @@ class TextDatasets:
     notices: list[str] = field(default_factory=list)
     commit: str | None = None
     summary: list[str] = field(default_factory=list)
+    new_tokens: list[str] = field(default_factory=list)
 
 
 class ImageFormat(NamedTuple):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import datasets as hf
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.hub import load_config, reachable
@@ -36,6 +37,37 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         raise UserError(f"the tokenizer of {name} names no token to pad with: add pad_token to tokenizer_config.json")
     return tokenizer
+
+
+def split_tokens(train_tokens: str | None) -> list[str]:
+    """Return the tokens of `--train_tokens`, each once.
+
+    Raises:
+        UserError: A token is empty, or holds a space.
+    """
+    tokens = [] if train_tokens is None else [token.strip() for token in train_tokens.split(",")]
+    for token in tokens:
+        if len(token.split()) != 1:
+            problem = f"{token!r} splits into several tokens" if token else "a token is empty"
+            raise UserError(f"--train_tokens {train_tokens:.80}: {problem}; separate tokens by single commas")
+    return [*dict.fromkeys(tokens)]
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, train_tokens: str | None) -> list[str]:
+    """Add the tokens of `--train_tokens` that the tokenizer lacks, and return them.
+
+    Raises:
+        UserError: As `split_tokens`; or a token cannot be trained, or the tokenizer does not keep a new one whole.
+    """
+    tokens, known = split_tokens(train_tokens), tokenizer.get_vocab()
+    new = [token for token in tokens if token not in known]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
+    for token in tokens:
+        if token == tokenizer.pad_token != tokenizer.eos_token:
+            raise UserError(f"--train_tokens {token}: it pads texts, and its row gets no gradient; leave it out")
+        if token in new and tokenizer.encode(token, add_special_tokens=False) != [tokenizer.get_vocab()[token]]:
+            raise UserError(f"--train_tokens {token}: the tokenizer splits it into several; choose another name")
+    return new
 
 
 def tokenize_start(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:

@@ -186,6 +186,9 @@ class _NoTokenizer:
     def __len__(self) -> int:
         return 0
 
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [*range(len(tokens))]  # any rows take the same memory
+
 
 def unpredictable(settings: Settings) -> str | None:
     """Return the reason if the memory of these settings cannot be predicted."""

@@ -275,8 +275,14 @@ class _Steps:
             yield
 
     def _set_up(self, model: nn.Module) -> None:
+        holders: dict[int, list] = {}
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                holders.setdefault(id(parameter), []).append((module, name))
         model.to_empty(device="cpu")
-        model.tie_weights()  # to_empty has separated tied weights
+        for tied in holders.values():  # to_empty has separated tied weights
+            for module, name in tied[1:]:
+                setattr(module, name, getattr(*tied[0]))
         self.model = self.fabric.setup(model)
         optimizer = build_optimizer(self.settings, self.model)
         if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:

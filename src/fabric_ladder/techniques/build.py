@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
@@ -28,6 +28,7 @@ from fabric_ladder.models.layers import batch_norms, head_names, keep_blocks, te
 from fabric_ladder.models.optimizer import optimizer_class
 from fabric_ladder.settings import Settings, weight_decay
 from fabric_ladder.techniques import used
+from fabric_ladder.techniques.token_rows import name_rows
 from fabric_ladder.techniques.weight_steps import forget_hooks
 
 
@@ -64,7 +65,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
         if settings.from_scratch:
             fit_images(config, datasets.format.size)
     else:
-        _fit_text(part_config(config, settings.task), settings.model, datasets.tokenizer)
+        _fit_text(part_config(config, settings.task), settings.model, datasets)
     model = _draw_or_load(settings, config)
     model.notices = notices = []
     if sparse:
@@ -75,6 +76,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
         notices += filter(None, [follow_names(model, pretrained_names, datasets.class_names)])
     if isinstance(datasets, TextDatasets):
         model.config.get_text_config().pad_token_id = datasets.tokenizer.pad_token_id
+        notices += filter(None, [name_rows(model, datasets, settings)])
     for module in model.modules():
         if any(name.endswith(FREQUENCIES) for name in module._buffers):
             keep_dtype(module, only_buffers=True)
@@ -144,10 +146,11 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
         return load_weights(model_class, settings.model, heads, config=config, **loading | local)
 
 
-def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    if len(tokenizer) > getattr(config, "vocab_size", len(tokenizer)):
+def _fit_text(config: PretrainedConfig, name: str, datasets: TextDatasets) -> None:
+    tokenizer, entries = datasets.tokenizer, len(datasets.tokenizer) - len(datasets.new_tokens)
+    if entries > getattr(config, "vocab_size", entries):
         raise UserError(
-            f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
+            f"the tokenizer has {entries:,} entries, {name} only {config.vocab_size:,}: "
             "choose the model's own --tokenizer"
         )
     # An embedding does not train its padding token. An end token is trained, so it pads only once the model is built.

@@ -58,7 +58,7 @@ def _forward(model: nn.Module, chunk: int | None, labels: Tensor, predicting: Te
         return ChunkedLossOutput(cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum())
     hidden = model.base_model(**inputs)[0].flatten(0, 1)[predicting]
     head = model.get_output_embeddings()
-    return ChunkedLossOutput(*chunked_loss(hidden, head.weight, head.bias, targets, chunk))
+    return ChunkedLossOutput(*chunked_loss(hidden, head.weight, getattr(head, "bias", None), targets, chunk))
 
 
 @torch.compiler.disable  # the loop's length depends on the data, and each length would compile a graph

@@ -22,6 +22,7 @@ from fabric_ladder.models.probe import facts_of, layers_named
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.memory import Counts
 from fabric_ladder.techniques.technique import Technique
+from fabric_ladder.techniques.token_rows import check_rows
 
 TASK_TYPES = {  # PEFT has none for images
     "text-classification": "SEQ_CLS",
@@ -88,12 +89,14 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
+        trainable_token_indices=getattr(model, "trained_rows", None),
         revision=getattr(model.config, "_commit_hash", None),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     # only a language model's head may be tied, and CLIP's classifier raises an error here
     embedding = model.get_input_embeddings().weight if settings.task == "instruction-tuning" else None
     model = get_peft_model(model, config)
+    check_rows(model)
     own = tuple(f"base_model.model.{head}." for head in heads)  # PEFT takes all names that end so: an image part's, too
     for name, parameter in model.named_parameters():
         if ".modules_to_save." in name and not name.startswith(own):
