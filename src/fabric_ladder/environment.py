@@ -153,6 +153,12 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
+def return_freed_memory() -> None:
+    """Let glibc return freed memory to the system, also what lies between smaller tensors that stay."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
 def limit_memory(device: torch.device, limit: str | None) -> None:
     """Let this process have no more memory of a GPU than a smaller one would have left for PyTorch.
 

@@ -362,6 +362,12 @@ def test_settings_that_cannot_be_streamed_are_refused_in_one_line(tmp_path, valu
         check(settings)
 
 
+def test_files_without_names_are_refused_on_windows(tmp_path, monkeypatch):
+    monkeypatch.setattr(streamed_layers.sys, "platform", "win32")
+    with pytest.raises(UserError, match=r"^--stream_layers true: --stream_from does not work on Windows[^\n]*$"):
+        check(settings_for(tmp_path, lora=True, stream_layers=True, stream_from="files"))
+
+
 def check(settings):
     check_together(settings)
     for technique in TECHNIQUES:

@@ -22,6 +22,7 @@ copy into its buffer is started.
 """
 
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
+from fabric_ladder.environment import return_freed_memory
 from fabric_ladder.errors import refused
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
@@ -303,6 +305,8 @@ class StreamedLayers(Technique):
             return "mixed precision keeps a 16-bit copy of all weights on the device; use --precision bf16-true"
         if settings.stream_from and not settings.lora:
             return "--stream_from holds frozen weights alone, and each step would write trained ones; leave it out"
+        if settings.stream_from and sys.platform == "win32":
+            return "--stream_from does not work on Windows, which cannot map files without names; leave it out"
         model = meta_model(settings)
         if not (blocks := len(find_blocks(model))):
             return f"transformers marks no blocks in {model.config.model_type}; leave it out"
@@ -329,6 +333,7 @@ class StreamedLayers(Technique):
         def move(module: nn.Module, name: str, weight: nn.Parameter) -> None:
             if weight.device.type == "cpu":
                 weight.data = in_file(weight.data, settings.stream_from)
+                return_freed_memory()  # constants of 4-bit weights lie between
 
         handle = register_module_parameter_registration_hook(move)
         try:
