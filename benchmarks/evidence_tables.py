@@ -136,7 +136,7 @@ def accuracies() -> list[str]:
             if row and (not remark or row is not own(set).get(rung)):
                 rate = f"{row.first.settings['learning_rate']:g}{remark}"
                 rows.append([name, rate, *tested(row), device(row)])
-    header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "on"]
+    header = ["rung", "learning rate", "test accuracy, %", "95 % interval", "each seed", "on"]
     return common.markdown_table(header, rows)
 
 
@@ -154,7 +154,7 @@ def whole() -> list[str]:
             bounds = interval(*(100 * share for share in wilson_interval(words[name], texts)))
             regression = f"logistic regression on {name.replace('counts', 'word counts')}"
             rows.append([regression, NONE, "all", NONE, f"{100 * words[name]:.2f}", bounds, "CPU"])
-    header = ["rung", "learning rate", "tokens", "validation, %", "test, %", "95 % of the test's draw", "on"]
+    header = ["rung", "learning rate", "tokens", "validation, %", "test, %", "95 % interval", "on"]
     return common.markdown_table(header, rows)
 
 

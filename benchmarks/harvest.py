@@ -427,7 +427,7 @@ def read_harvest(path: Path) -> dict:
 
 SIZES = "predicted, GB | measured, GB | difference", "{predicted:.2f} | {measured:.2f} | {difference:+.1%}"
 KERNELS = ("flash", "memory-efficient", "cuDNN", "math")
-AS_CSV = ("checks", "profile")  # tables in docs/tables/ instead of a page
+AS_CSV = ("checks", "profile", "attention")  # tables in docs/tables/ instead of a page
 TABLES = {  # header and row
     "checks": (
         "check | result | largest difference of losses", "{name} | {result} | {largest_difference:.1e}",
