@@ -24,7 +24,16 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
     ("bloom", {"lora": True, "train_tokens": "<a>,<b>", "precision": "bf16-mixed"}),
     ("bloom-lm", {"lora": True, "train_tokens": "<a>,<b>", "precision": "bf16-true", "micro_batch_size": 2}),
-    ("bloom-lm", {"lora": True, "train_tokens": "<a>", "model": str(MODELS / "llama-tiny.json")}),  # a head of its own
+    (
+        "bloom-lm",
+        {
+            "lora": True,
+            "train_tokens": "<a>",
+            "model": str(MODELS / "llama-tiny.json"),
+            "quantization": "nf4",
+            "precision": "bf16-mixed",
+        },
+    ),  # a head of its own
     ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2}),
     ("bloom-lm", {"packing": True, "max_length": 256, "micro_batch_size": 2, "attention": "varlen"}),
     ("bloom", {"packing": True, "max_length": 256, "attention": "varlen", "precision": "bf16-mixed"}),

@@ -111,7 +111,8 @@ def count_parameters(model: nn.Module) -> Counts:
 def frozen_linear_layers(model: nn.Module) -> list[nn.Linear]:
     """Return the linear layers that are not trained, without the head of a language model."""
     head = model.get_output_embeddings()
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    of_head = {*head.modules()} if head else set()  # PEFT may wrap it
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in of_head]
     return [layer for layer in layers if not layer.weight.requires_grad]
 
 
