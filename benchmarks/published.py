@@ -173,10 +173,8 @@ def table(name: str, result: dict) -> list[str]:
 def fill_page(check: bool = False) -> list[Path]:
     """Write the tables of the stored results into docs/from_the_posts.md and docs/tables/; return what changes."""
     result = common.read_results(OUT)["published"]
-    changed = common.fill_pages("published", lambda name: table(name, result), check)
-    for name, file in (("rows", "published_peaks"), ("series", "published_savings")):
-        changed += common.write_table(file, table(name, result), check)
-    return changed
+    files = {"published_peaks": table("rows", result), "published_savings": table("series", result)}
+    return common.fill_pages("published", lambda name: table(name, result), check, files)
 
 
 def main() -> None:
