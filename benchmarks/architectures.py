@@ -43,7 +43,6 @@ from fabric_ladder.errors import first_line
 from fabric_ladder.techniques.advice import explain
 
 OUT = common.RESULTS / "architectures.json"
-TABLE = common.ROOT / "docs" / "tables" / "architectures.csv"
 TASKS = {  # mappings of transformers with their auto classes; files of data
     "text-classification": ({"SEQUENCE_CLASSIFICATION": "SequenceClassification"}, "texts.jsonl"),
     "token-classification": ({"TOKEN_CLASSIFICATION": "TokenClassification"}, "words.jsonl"),
@@ -365,39 +364,27 @@ def all_rows() -> list[tuple[str, str]]:
 
 
 def fill_page(check: bool = False) -> list[Path]:
-    """Write the results: all as CSV, their numbers into docs/architectures.md; return what changes, see `common`."""
-    results = common.read_results(OUT)
-    changed = common.fill_pages("architectures", lambda _: summary(results), check)
-    return [*changed, TABLE] if common.update(TABLE, lambda _: whole_table(results), check) else changed
-
-
-def whole_table(results: dict[str, dict]) -> str:
-    """Return the CSV of all rows. A cell without a run is empty: rung 2 fails, or the task has no such column."""
-    rows = []
+    """Write all results as CSV, and their numbers into docs/architectures.md; see `common.fill_pages`."""
+    results, counts = common.read_results(OUT), []
+    rows = [[task, name, *shown(task, row)] for task in TASKS for name, row in results[task]["rows"].items()]
     for task in TASKS:
-        for name, found in results[task]["rows"].items():
-            failed = next((f"{kind}: {why}" for kind, why in found.items() if kind == "drawn"), None)
-            failed = f"not {failed}" if failed else found.get("trains", "yes")
-            others = {column: found.get(column, "yes") for column in columns(task)} if trained(found) else {}
-            rows.append({"task": task, "architecture": name, "trains": failed} | others)
-    text = pd.DataFrame(rows, columns=["task", "architecture", *COLUMNS]).to_csv(index=False, lineterminator="\n")
-    return re.sub(r" \(bert, [^)]*\)", "", text)  # the architectures that pack, in hundreds of refusals
+        own = [cells for name, _, *cells in rows if name == task]
+        trained = [cells for cells in own if cells[0].startswith(("yes", "differs"))]
+        equal = ["–" if not any(column) else str(column.count("yes")) for column in zip(*trained, strict=True)]
+        counts.append([f"`{task}`", str(len(own)), str(len(trained)), *equal])
+    summary = ["", *common.markdown_table(["task", "all", "trained", *COLUMNS], counts), ""]
+    whole = common.markdown_table(["task", "architecture", *COLUMNS], rows)
+    return common.fill_pages("architectures", lambda _: summary, check, {"architectures": whole})
 
 
-def trained(row: dict[str, str]) -> bool:
-    """Return whether rung 2 trained the architecture, equally or with a difference."""
-    return row.get("trains", "differs").startswith("differs") and "drawn" not in row
-
-
-def summary(results: dict[str, dict]) -> list[str]:
-    """Return the table of each task: the trained architectures, and how many of them are equal in each column."""
-    rows = []
-    for task in TASKS:
-        found = results[task]["rows"].values()
-        drawn = [row for row in found if trained(row)]
-        equal = [str(sum(column not in row for row in drawn)) if column in columns(task) else "–" for column in COLUMNS]
-        rows.append([f"`{task}`", str(len(found)), str(len(drawn)), *equal])
-    return ["", *common.markdown_table(["task", "all", "trained", *COLUMNS], rows), ""]
+def shown(task: str, row: dict[str, str]) -> list[str]:
+    """Return the cells of a row: empty ones for a column that the task lacks, or if rung 2 does not train it."""
+    if row.get("trains", "differs").startswith("differs") and "drawn" not in row:
+        cells = [row.get(column, "yes") if column in columns(task) else "" for column in COLUMNS]
+    else:
+        cells = [next(f"not drawn: {why}" if kind == "drawn" else why for kind, why in row.items())]
+        cells += [""] * (len(COLUMNS) - 1)
+    return [re.sub(r" \(bert, [^)]*\)", "", cell) for cell in cells]  # a list in hundreds of refusals
 
 
 def main() -> None:

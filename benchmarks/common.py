@@ -287,10 +287,15 @@ def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
     return block.sub(lambda found: "\n".join([found[1], *make(found[2]), found[3]]), text)
 
 
-def fill_pages(kind: str, make: Callable[[str], list[str]], check: bool = False) -> list[Path]:
-    """Fill the tables of a kind in all pages, and return the pages that change; `check`: write nothing."""
+def fill_pages(kind: str, make: Callable, check: bool = False, files: dict[str, list[str]] | None = None) -> list[Path]:
+    """Fill the tables of a kind in all pages, and the CSV `files` of docs/tables/; return what changes."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in pages if update(page, lambda text: fill(text, kind, make), check)]
+    changed = [page for page in pages if update(page, lambda text: fill(text, kind, make), check)]
+    for name, lines in (files or {}).items():
+        path, text = ROOT / "docs" / "tables" / f"{name}.csv", io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(line[2:-2].split(" | ") for line in [lines[0], *lines[2:]])
+        changed += [path] if update(path, lambda _, text=text: text.getvalue(), check) else []
+    return changed
 
 
 def update(path: Path, change: Callable[[str], str], check: bool = False) -> bool:
@@ -301,14 +306,6 @@ def update(path: Path, change: Callable[[str], str], check: bool = False) -> boo
         write_whole(path, after)
         print(f"filled {path.relative_to(ROOT)}", file=sys.stderr)
     return after != before
-
-
-def write_table(name: str, lines: list[str], check: bool = False) -> list[Path]:
-    """Write a Markdown table to docs/tables/NAME.csv, and return the file if it changes; `check`: write nothing."""
-    path, text = ROOT / "docs" / "tables" / f"{name}.csv", io.StringIO()
-    rows = [line[2:-2].split(" | ") for line in lines]
-    csv.writer(text, lineterminator="\n").writerows([rows[0], *rows[2:]])
-    return [path] if update(path, lambda _: text.getvalue(), check) else []
 
 
 def fill_or_check(description: str, fill_files: Callable[[bool], list[Path]], remedy: str) -> int:

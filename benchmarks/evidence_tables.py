@@ -263,8 +263,7 @@ def speeds() -> dict:
 
 def fill_pages(check: bool = False) -> list[Path]:
     """Write tables, the planner's measured figures and the picture; return changed texts. `check`: write nothing."""
-    changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check)
-    changed += common.write_table("accuracies", accuracies(), check)
+    changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check, {"accuracies": accuracies()})
     measured = json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
     if common.update(FILE, lambda _: measured, check):
         changed.append(FILE)

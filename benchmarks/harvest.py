@@ -521,9 +521,9 @@ def tables(content: dict) -> dict[str, list[str]]:
     for which, each in figures.get("calibration", {}).items():
         sizes = f"CUDA context {each['context'] / 1e9:.2f} GB, cuBLAS workspace {each['workspace'] / 1e9:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
-    passed = [run for run in rows["checks"] if run["passed"]]
     worst = max((run.get("largest_difference", 0.0) for run in rows["checks"]), default=0.0)
-    verdict = f"{len(passed)} of {len(rows['checks'])} checks passed. The largest difference of a loss is {worst:.1e}."
+    verdict = f"{sum(run['passed'] for run in rows['checks'])} of {len(rows['checks'])} checks passed. "
+    verdict += f"The largest difference of a loss is {worst:.1e}."
     made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
     return {"status": [status_of(content)], "machine": overhead, "verdict": [verdict]} | made
 
@@ -539,11 +539,8 @@ def fill_pages(path: Path, check: bool = False) -> list[Path]:
         if content["machine"]["rehearsal"]:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
-    changed = common.fill_pages(path.stem, lambda name: blocks.get(name) or ["Not measured yet."], check)
-    for name in AS_CSV:
-        if blocks.get(name):
-            changed += common.write_table(f"{path.stem}_{name}", blocks[name], check)
-    return changed
+    files = {f"{path.stem}_{name}": blocks[name] for name in AS_CSV if blocks.get(name)}
+    return common.fill_pages(path.stem, lambda name: blocks.get(name) or ["Not measured yet."], check, files)
 
 
 def parse() -> argparse.Namespace:

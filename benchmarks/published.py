@@ -176,7 +176,8 @@ def table(name: str, result: dict) -> list[str]:
 def fill_page(check: bool = False) -> list[Path]:
     """Write the tables of the stored results into docs/from_the_posts.md; see `common.fill_pages`."""
     result = common.read_results(OUT)["published"]
-    return common.fill_pages("published", lambda name: table(name, result), check)
+    files = {"published_peaks": table("rows", result), "published_savings": table("series", result)}
+    return common.fill_pages("published", lambda name: table(name, result), check, files)
 
 
 def main() -> None:
