@@ -53,10 +53,9 @@ GROUPS = {  # part of the options -> technique; the first that fits
     "optimizer=adam-": "low-bit optimizer",
     "activation_checkpointing": "checkpointing", "mixed": "mixed precision", "5_low": "16-bit weights",
 }  # fmt: skip
-POSTS = "rasbt/"
 TABLES = {  # header and cells of a row
     "rows": (
-        "row | peer | model | technique | published | predicted | error",
+        "row | peer | model | technique | published, GB | predicted, GB | error",
         "{number} | {peer} | {model} | {technique} | {published_gb:.2f} | {predicted_gb:.2f} | {error:+.0%}{mark}",
     ),
     "techniques": (
@@ -165,10 +164,9 @@ def in_gb(record: dict) -> dict:
 
 
 def table(name: str, result: dict) -> list[str]:
-    """Return the lines of a table; that of the rows leaves out the posts, whose section has them."""
+    """Return the lines of a table."""
     if name == "rows":
-        peers = [(row, row["source"].split()[0]) for row in result["rows"] if not row["source"].startswith(POSTS)]
-        return common.table(*TABLES[name], [in_gb(row) | {"peer": peer} for row, peer in peers])
+        return common.table(*TABLES[name], [in_gb(row) | {"peer": row["source"].split()[0]} for row in result["rows"]])
     records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
     return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
