@@ -176,7 +176,8 @@ class _Passes:
         whole = settings.step_in_backward  # the effective batch is one micro-batch
         sizes = {"batch_size": size if whole else effective_batch(size, settings.ranks), "micro_batch_size": size}
         shape = replace(settings, max_length=length, micro_batch_tokens=None, **sizes)
-        alone = whole or trains_adapters(settings) or settings.precision != "bf16-true" or settings.strategy != "single"
+        alone = whole or trains_adapters(settings) or settings.block_steps or settings.strategy != "single"
+        alone = alone or settings.precision != "bf16-true"
         if alone:
             return self._rehearse(settings, shape, length)
         plain = {"optimizer": "sgd", "kahan_summation": False}
