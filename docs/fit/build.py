@@ -177,8 +177,7 @@ class _Passes:
         sizes = {"batch_size": size if whole else effective_batch(size, settings.ranks), "micro_batch_size": size}
         shape = replace(settings, max_length=length, micro_batch_tokens=None, **sizes)
         alone = whole or trains_adapters(settings) or settings.block_steps or settings.strategy != "single"
-        alone = alone or settings.precision != "bf16-true"
-        if alone:
+        if alone or settings.precision != "bf16-true":
             return self._rehearse(settings, shape, length)
         plain = {"optimizer": "sgd", "kahan_summation": False}
         peak = self._rehearse(replace(to_rehearse(settings), **plain), replace(to_rehearse(shape), **plain), length)
