@@ -20,6 +20,7 @@ import math
 import re
 import shutil
 import sys
+import tarfile
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import partial
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import common  # first import: it makes the project importable
+import pandas as pd
 from common import MINILM, model_options
 from filelock import FileLock
 from forking import run_together, start_forks
@@ -35,6 +37,7 @@ from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.techniques.advice import explain_errors
+from local_dataset_utilities import find_dataset
 
 RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # runs in progress
@@ -67,8 +70,10 @@ SETS = {
     "imdb_2000_32_bit": Set([*IMDB_2000, "--precision", "32-true"], "6,25,26", seeds=5),
     "imdb": Set([*MINILM, *WHOLE], "1,2,4,15,16"),
     "imdb_256": Set([*MINILM, *WHOLE, "--max_length", "256"], "2,4,15,16"),
-    "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
+    "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml"], "2,4,13,16", minilm=False, seeds=5),
+    "ratings": Set([*IMDB_2000, "--dataset", "runs/evidence/ratings.csv", "--label_column", "rating"], "2,13", seeds=5),
 }
+CLASSES = {"1": "1", "2": "2-4", "3": "2-4", "4": "2-4", "7": "7-8", "8": "7-8", "9": "9", "10": "10"}  # of `ratings`
 
 
 class DivergedError(UserError):
@@ -90,6 +95,18 @@ class Wanted(NamedTuple):
         model = model_options("minilm", WORK)[:2] if chosen.minilm else []
         rate = [] if self.rate is None else ["--learning_rate", f"{self.rate:g}"]
         return [*chosen.options, *model, "--seed", str(self.seed), *rate]
+
+
+def write_ratings() -> None:
+    """Write the table of `ratings`: IMDb's reviews with the stars that their writers gave, in five classes."""
+    if not common.has_imdb():
+        raise UserError("ratings: the archive of IMDb is not in FABRIC_LADDER_DATA")
+    rows = []
+    with tarfile.open(find_dataset()) as archive:
+        for member in archive:
+            if found := re.search(r"/(?:neg|pos)/\d+_(\d+)\.txt$", member.name):
+                rows.append((archive.extractfile(member).read().decode(), CLASSES[found[1]]))
+    pd.DataFrame(rows, columns=["text", "rating"]).to_csv(WORK / "ratings.csv", index=False)
 
 
 def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
@@ -243,6 +260,9 @@ def main() -> int:
     rungs = choose_rungs(named.split(",")) if named else RUNGS
     seeds = args.seeds or SETS[args.set].seeds
     found, failures = [], []
+    WORK.mkdir(parents=True, exist_ok=True)
+    if args.set == "ratings":
+        write_ratings()
 
     def attempt(task: Callable[[], None]) -> None:
         try:
