@@ -49,7 +49,7 @@ BUDGET = {"src": 26_200, "benchmarks": 4_490, "tests": 22_060}
 
 
 def test_the_sums_of_lines_stay_within_the_budget():
-    """The plain scripts are left out: each rung adds one, of at most 100 lines."""
+    """The plain scripts are left out: each rung adds one, of at most 100 lines and its packages."""
     found = {
         "src": [*SRC.glob("*.py"), *MODULES, *(ROOT / "scripts").glob("*.py"), ROOT / "local_dataset_utilities.py"],
         "benchmarks": [*(ROOT / "benchmarks").glob("*.py")],

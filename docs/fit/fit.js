@@ -58,8 +58,8 @@
   }
 
   // Return the answer for each technique: the parts, the bounds and the CPU memory in bytes, and the verdict.
-  // Rows of one rank have the planner's order: all weights first, then the least cost and the highest speed, then the
-  // least memory.
+  // Rows of one verdict have the planner's order: least measured loss of accuracy, all weights first, highest speed, then
+  // the least memory.
   function answer(question) {
     const { host } = FIT.facts[question.model][question.task];
     const order = FIT.order[question.task][question.gpus > 1 ? 1 : 0][question.rank === FIT.lora_rank ? 0 : 1];
