@@ -47,7 +47,7 @@ from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 BATCH, STOP = 16, 3  # samples of a step; optimizer steps before the run stops
 SAMPLES = {"cut": 16, "window": 20, "drift": 192, "resume": 96, "resume, no dropout": 96}
 # of plain gradient descent: at 0.1 a gradient that is 16 times too long diverges; `window` is about the last step alone
-RATES = {"drift": 0.01, "window": 1e-3}
+RATES = {"drift": 0.01, "window": 1e-5}
 TASKS = {
     "classifier": "--task text-classification".split(),
     "language model": "--task instruction-tuning --train_on_inputs true".split(),
