@@ -20,6 +20,7 @@ import json
 import subprocess
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
@@ -265,9 +266,11 @@ def describe_model(label: str, task: str, candidates: dict[tuple[int, int], Cand
     path = str(find_shipped_config(name))
     words = ["--model", path, "--task", task, "--max_length", str(lengths[0] or 1024)]
     found = {"host": [], "shares": {}, "adapters": [count_adapters(words, targets) for targets in TARGETS]}
-    counts = count_parameters(meta_model(replace(candidates[0, 2].settings, model=path)))
+    model = deepcopy(meta_model(replace(candidates[0, 2].settings, model=path)))
+    counted = [count_parameters(model), count_parameters(model.requires_grad_(False))]  # trained, and frozen
     for number, row in enumerate(ROWS):
         settings = replace(candidates[number, 2].settings, model=path)
+        counts = counted[bool(settings.lora)]
         sizes, added = [], []
         for gpus in GPU_COUNTS if row.several else (1,):
             settings = replace(settings, devices=gpus)

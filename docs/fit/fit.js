@@ -253,8 +253,8 @@
       const title = element("span", { className: "fit-title", textContent: `${row.rung.split("_")[0]} · ${row.title}` });
       const size = element("span", { className: "fit-size", textContent: `${gigabytes(row.expected)} GB` });
       const cpu = element("span", { className: "fit-size fit-cpu", textContent: `CPU ${gigabytes(row.host)} GB` });
-      const mark = row.best ? `, the planner's choice for ${row.all ? "all weights" : "some weights"}` : "";
-      const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: VERDICTS[row.verdict] + mark });
+      const text = row.best ? "✓ planner's choice" : VERDICTS[row.verdict];
+      const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: text });
       made.append(element("label", { className: "fit-row" }, radio, title, size, cpu, verdict, bar(row, question, scale)));
     }
     return made;

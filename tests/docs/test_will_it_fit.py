@@ -86,6 +86,13 @@ def test_the_stored_figures_are_those_of_the_predictor(key):
     assert found == pytest.approx(peaks[DATA["sizes"].index(size)], abs=max(1, 0.01 * peak.total / 1e6)), question
 
 
+def test_blocks_in_4_bits_take_the_cpu_memory_that_the_planner_names():
+    """The figure is in the answer of docs/techniques/24_streamed_layers.md."""
+    hosts = DATA["facts"]["Qwen3 8B"]["instruction-tuning"]["host"]
+    [number] = [number for number, row in enumerate(DATA["rows"]) if row["rung"] == "24_streamed_layers"]
+    assert hosts[number] == [pytest.approx(8080, rel=0.01)]
+
+
 def stored_peak(row: dict[str, str], question: dict[str, str], gpu: str) -> Peak:
     """Return the stored peak of a row of the page."""
     number = next(n for n, known in enumerate(DATA["rows"]) if row["name"] == f"{known['rung']}: {known['title']}")
@@ -172,7 +179,8 @@ def test_what_fits_comes_first_and_what_does_not_can_be_hidden(tmp_path):
     verdicts = [row["verdict"] for row in rows]
     assert verdicts == sorted(verdicts, key=lambda verdict: {"fits": 0, "may fit": 1}.get(verdict, 2))
     shown = re.findall(r'<span class="fit-verdict[^"]*">. ([^<,]*)', document)
-    assert shown == [verdict for verdict in verdicts if verdict in ("fits", "may fit")]
+    expected = ["planner's choice" if row["best"] else row["verdict"] for row in rows]
+    assert shown == [verdict for verdict in expected if verdict in ("fits", "may fit", "planner's choice")]
     chosen = next(row for row in rows if row["best"])
     assert document.index("<pre>") < document.index('type="radio"', document.index('type="radio"') + 1), "in its row"
     assert "--dataset answers.jsonl" in chosen["command"]
