@@ -109,6 +109,7 @@ def test_a_candidate_has_its_own_measured_accuracy_and_speed(tmp_path, rung, poi
     assert (cost and round(cost["points"], 1), candidate.speed) == (points, speed)
     (candidate, *_), _ = read_candidates([(rung, ())], [*bloom(tmp_path), "--compile", "true"], 1)
     assert candidate.speed is None, "a switch of the user's own was not measured"
+    assert accuracy_cost(vars(candidate.settings) | {"kahan_summation": "8-bit"}) is None
 
 
 def test_packing_compile_and_16_bits_together_are_the_fastest_plan(tmp_path):

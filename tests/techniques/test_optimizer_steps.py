@@ -57,7 +57,9 @@ def test_an_error_in_8_bits_is_as_small_as_its_two_bytes_can_be(tmp_path, dtype)
     model = nn.ParameterList([nn.Parameter(start.clone())])
     settings = settings_for(tmp_path, learning_rate=1.0, optimizer="sgd", kahan_summation="8-bit")
     optimizer = build_optimizer(settings, model)
-    for _ in range(1000):
+    for number in range(1000):
+        if number == 500:  # resume
+            optimizer.load_state_dict(optimizer.state_dict())
         model[0].grad = -step.to(dtype)
         optimizer.step()
     assert optimizer.state[model[0]]["compensation"].dtype == torch.int8

@@ -3,6 +3,7 @@
 import itertools
 import json
 import resource
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from lightning import Fabric
 from support.helpers import MODELS, settings_for, token_datasets
 from support.planning import NO_PEAK, case, tracked_peak
 from support.training import losses, run_training
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, T5Config, T5EncoderModel
 
 from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
@@ -183,6 +184,18 @@ def test_training_all_weights_has_the_bits_of_rung_17(tmp_path, monkeypatch, way
     assert len(set(found)) > 6
     assert state.keys() == others.keys()
     assert all(torch.equal(others[name], tensor) for name, tensor in state.items())
+
+
+def test_a_tensor_that_all_blocks_pass_on_brings_no_wrong_block():
+    """T5's first block makes a position bias for all of them."""
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=BLOCKS, num_heads=2, dropout_rate=0)
+    model = T5EncoderModel(config)
+    streamed = deepcopy(model)
+    stream_blocks(streamed)
+    for each in (model, streamed):
+        each(torch.arange(8)[None]).last_hidden_state.sum().backward()
+    gradients = [weight.grad for weight in streamed.parameters()]
+    assert all(map(torch.equal, gradients, [weight.grad for weight in model.parameters()]))
 
 
 class Immediately:

@@ -125,6 +125,7 @@ def test_a_stopped_prediction_goes_on_and_texts_are_chosen_as_in_the_training(tm
         (tmp_path / "bad.csv").write_text(text)
         with pytest.raises(UserError, match=line):
             run_here(monkeypatch, *words[:2], "bad.csv", "--output", "bad.out.csv")
+        assert not (tmp_path / ".bad.out.csv.part").exists()
     (tmp_path / "new.csv").write_text("body,topic\ncat,weather\ncat,login\ncat,\n")
     capsys.readouterr()
     run_here(monkeypatch, *words[:2], "new.csv")

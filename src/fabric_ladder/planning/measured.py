@@ -26,6 +26,7 @@ def numerics(settings: dict) -> list:
         settings["train_blocks"] if settings["block_steps"] is None else "in turn",
         settings["batch_size"] == 1,
         settings.get("deepspeed") is not None,
+        *(["8-bit"] if settings["kahan_summation"] == "8-bit" else []),
         *(row.setting for row in LADDER if row.setting in settings and not row.exact and row.setting not in READ_HERE
           and settings[row.setting] not in (False, None, "no")),
     ]  # fmt: skip

@@ -62,8 +62,9 @@ class Kahan(Optimizer):
         decays = [group["weight_decay"] for group in self.param_groups]
         weights = [parameter.data for parameter in stepped]
         kept = [self.state[parameter].get("compensation") for parameter in stepped]
-        kept = [
-            torch.zeros_like(weight, dtype=torch.int8 if self.in_8_bits else None) if error is None else error
+        kind = torch.int8 if self.in_8_bits else None
+        kept = [  # PyTorch loads a checkpoint's errors in the weight's dtype
+            torch.zeros_like(weight, dtype=kind) if error is None else error.to(kind or error.dtype)
             for weight, error in zip(weights, kept, strict=True)
         ]
         compensations = kept

@@ -255,15 +255,19 @@ def stream_blocks(model: nn.Module, streamed: bool | int = True, folder: str | N
             weight.data = in_file(weight.data, folder)
         block._apply = partial(_apply, block, stream, set(map(id, weights.values())))
         block.register_forward_pre_hook(lambda *_, number=number: stream.use(number, FORWARD))
-        block.register_forward_hook(partial(_await_gradient, stream, number))
+        block.register_forward_hook(partial(_await_gradient, stream, number), with_kwargs=True)
         block.register_state_dict_post_hook(partial(_give_host, stream, number, list(weights)))
     return stream
 
 
-def _await_gradient(stream: BlockStream, number: int, _: nn.Module, args: tuple, output: object) -> None:
-    """Bring a block back when the gradient of its output is there, before its backward pass."""
+def _await_gradient(stream: BlockStream, number: int, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+    """Bring a block back when the gradient of its output is there, before its backward pass.
+
+    T5's blocks pass on the first block's position bias, whose gradient is there when the first block is needed.
+    """
+    passed_on = set(map(id, tree_leaves((args, kwargs))))
     for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+        if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in passed_on:
             tensor.register_hook(lambda _: stream.use(number, BACKWARD))
 
 

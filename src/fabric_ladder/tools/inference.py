@@ -282,18 +282,21 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
     if part.is_file() and state.is_file() and (before := read_outside(state))["key"] == key:
         done, size, bad = before["rows"], before["bytes"], before.get("bad", bad)
     rows = itertools.islice(read_rows(predictor, data), done, None)
-    with refused(f"cannot write {output}"), open(part, "r+b" if size else "wb") as file:
-        file.truncate(size)
-        file.seek(size)
-        for chunk in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
-            answers = _answer(predictor, data, chunk, bad)
-            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in answers)
-            file.write("".join(lines).encode(errors="backslashreplace"))
-            file.flush()
-            done += len(chunk)
-            write_whole(state, json.dumps({"key": key, "rows": done, "bytes": file.tell(), "bad": bad}))
+    try:
+        with refused(f"cannot write {output}"), open(part, "r+b" if size else "wb") as file:
+            file.truncate(size)
+            file.seek(size)
+            for chunk in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
+                answers = _answer(predictor, data, chunk, bad)
+                lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in answers)
+                file.write("".join(lines).encode(errors="backslashreplace"))
+                file.flush()
+                done += len(chunk)
+                write_whole(state, json.dumps({"key": key, "rows": done, "bytes": file.tell(), "bad": bad}))
+    finally:
+        if not done:
+            part.unlink(missing_ok=True)
     if not done:
-        part.unlink()
         raise UserError(f"{data} has no image")
     lost = bad or []
     left_out = f"{len(lost):,} of {done:,} rows have no prediction ({'; '.join(lost[:3])}{'; …' * (len(lost) > 3)})"
