@@ -5,7 +5,7 @@
 
 Sides take turns, and the median of `--repeats` passes counts, after one to warm up. Peaks are bytes of live tensors
 without the inputs. `loss` stores its figures in results/chunked_loss.json, `embeddings` in
-results/embedding_gradients.json, `host-adam` in results/host_adam.json, `bfloat16` in results/cpu_bfloat16.json.
+results/embedding_gradients.json, `bfloat16` in results/cpu_bfloat16.json.
 """
 
 import argparse
@@ -39,17 +39,15 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import fabric_ladder
-from fabric_ladder import Settings, build_model, parse_settings
+from fabric_ladder import build_model, parse_settings
 from fabric_ladder.environment import cpu_has_fast_bfloat16, keep_freed_memory, peak_memory, reset_peak_memory
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
-from fabric_ladder.models.optimizer import optimizer_class
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques import streamed_layers
 from fabric_ladder.techniques.chunked_loss import chunked_loss
 from fabric_ladder.techniques.embedding_rows import add_rows, adding_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
-from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
 from fabric_ladder.techniques.memory import streamed_weights
 from fabric_ladder.techniques.packing import support_packing
 from fabric_ladder.training.state import Training
@@ -359,24 +357,6 @@ def embeddings(args: argparse.Namespace) -> dict:
     return parts
 
 
-def host_adam(args: argparse.Namespace) -> dict:
-    """Compare a step of the optimizers for `--optimizer adam`, `adam-8bit` and `adam-4bit` in CPU memory."""
-    torch.set_num_threads(1)
-    sides = {}
-    for name in ("adam", "adam-8bit", "adam-4bit"):
-        weight = nn.Parameter(torch.randn(args.weights // 1024, 1024).bfloat16())
-        weight.grad = torch.randn_like(weight)
-        settings = Settings(optimizer=name)
-        kind, options = optimizer_class(settings, True)
-        if name != "adam":
-            kind, options = LowBitOptimizer().change_optimizer(kind, settings, nn.Module()), {}
-        sides[name] = kind([weight], lr=1e-5, **options).step
-    record = record_of(args, sides)
-    for side in record["figures"].values():
-        side["nanoseconds_per_weight"] = side["seconds"] / args.weights * 1e9
-    return {"cpu": record}
-
-
 def in_32_bits(run: Callable[[], object]) -> None:
     """Run while bfloat16 operations are computed in 32 bits."""
     compute_in_32_bits()
@@ -455,7 +435,6 @@ COMMANDS = {  # options with numbers, and the results file
     attention_cost: ({"tokens": 1024, "rows": 1, "repeats": 3}, None),
     loss: ({"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3}, "chunked_loss.json"),
     embeddings: ({"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10}, "embedding_gradients.json"),
-    host_adam: ({"weights": 4_194_304, "repeats": 5}, "host_adam.json"),
     bfloat16: ({"tokens": 512, "rows": 4, "repeats": 5}, "cpu_bfloat16.json"),
 }
 

@@ -171,8 +171,10 @@ def _choice(plans: list[Plan]) -> list[str]:
         return []
     unmeasured = "without a measured speed, the least memory without copies and recomputation"
     order = "the highest measured speed" if best.candidate.speed else unmeasured
+    known = math.isfinite(best.candidate.rank[0])
+    cost = "at the least measured cost in accuracy" if known else "(the cost in accuracy was not measured)"
     ways = f"ways that fit and train {best.candidate.trains}"
-    reasons = [f"{_in_short(best)}: of the {ways} at the least measured cost in accuracy, {order}."]
+    reasons = [f"{_in_short(best)}: of the {ways} {cost}, {order}."]
     if best.host > MUCH:
         smaller = [plan for plan in plans if plan.fits and not plan.emulated and plan.host <= MUCH]
         remedy = "--host_memory 32GB plans with less"
