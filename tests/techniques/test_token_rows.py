@@ -99,6 +99,9 @@ def test_new_rows_start_as_the_mean_and_a_line_names_them(tmp_path):
         assert torch.equal(after[:VOCABULARY], before)
     line = "Trained rows of the embedding: 3; new, and starting as the mean of all rows: <a>, <b>"
     assert line in model.get_base_model().notices
+    settings = replace(settings, train_tokens="word7,word30")
+    notices = build_model(settings, load(settings)).get_base_model().notices
+    assert "Trained rows of the embedding: 2; in no training text: word30" in notices
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])

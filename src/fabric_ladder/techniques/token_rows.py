@@ -5,6 +5,7 @@ pass makes a gradient of the table's size. So the rows save the gradients and th
 these two tensors. The prediction rehearses both.
 """
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -40,10 +41,14 @@ def name_rows(model: nn.Module, datasets: TextDatasets, settings: Settings) -> s
         model.resize_token_embeddings(max(rows) + 1, mean_resizing=False)
     for table, mean in zip(_tables(model), means, strict=False):
         table.weight[new] = mean.to(table.weight.dtype)
-    names = {module: name for name, module in model.named_modules()}
-    model.trained_rows = {names[table]: rows for table in _tables(model)}
+    modules = {module: name for name, module in model.named_modules()}
+    model.trained_rows = {modules[table]: rows for table in _tables(model)}
     added = f"; new, and starting as the mean of all rows: {', '.join(datasets.new_tokens)}" if new else ""
-    return f"Trained rows of the embedding: {len(rows)}{added}"
+    batches = datasets.splits["train"].with_format("numpy").iter(1000) if datasets.splits else []
+    unseen = set(rows).difference(*(np.concatenate(batch["input_ids"]).tolist() for batch in batches))
+    names = ", ".join(token for token, row in zip(tokens, rows, strict=True) if row in unseen)
+    absent = f"; in no training text: {names}" if names and datasets.splits else ""
+    return f"Trained rows of the embedding: {len(rows)}{added}{absent}"
 
 
 def check_rows(model: nn.Module) -> None:
