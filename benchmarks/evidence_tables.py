@@ -60,7 +60,6 @@ PAIRS = [  # what differs, set, rungs
     ("16 samples per step instead of one", "imdb_2000", "2_grad_accum", "1_batch_size_1"),
     ("adapters: IMDb, 2 classes, MiniLM", "imdb_2000", "13_lora", "2_grad_accum"),
     ("adapters: IMDb's stars, 5 classes, MiniLM", "ratings", "13_lora", "2_grad_accum"),
-    ("adapters: CIFAR-10, 10 classes, a small ViT from random weights", "cifar10", "13_lora", "16_bf16_that_learns"),
 ]
 
 
