@@ -41,10 +41,13 @@ from trl import SFTConfig, SFTTrainer
 
 from fabric_ladder import parse_settings
 from fabric_ladder.data.load import load_datasets
+from fabric_ladder.environment import describe_versions
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 
 BATCH, STOP = 16, 3  # samples of a step; optimizer steps before the run stops
 SAMPLES = {"cut": 16, "window": 20, "drift": 192, "resume": 96, "resume, no dropout": 96}
+# of plain gradient descent: at 0.1 a gradient that is 16 times too long diverges; `window` is about the last step alone
+RATES = {"drift": 0.01, "window": 1e-3}
 TASKS = {
     "classifier": "--task text-classification".split(),
     "language model": "--task instruction-tuning --train_on_inputs true".split(),
@@ -57,7 +60,7 @@ class Work:
 
     def __init__(self, folder: Path, kind: str, question: str):
         self.folder, self.resumes = folder / f"{kind}, {question}", question.startswith("resume")
-        self.rate = 0.01 if question == "drift" else 0.1  # at 0.1 a gradient that is 16 times too long diverges
+        self.rate = RATES.get(question, 0.1)
         config = str(common.MODELS / "llama-tiny.json")
         self.options = ["--config", "quickstart.yaml", *TASKS[kind], "--train_samples", str(SAMPLES[question])]
         self.options += "--validation_samples 8 --test_samples 8 --max_length 256 --accelerator cpu --threads 1".split()
@@ -240,7 +243,7 @@ def main() -> None:
                         answers[side][name] = ask(train, work)
     rows = [[side, *map(row.get, answers["rung 2"])] for side, row in answers.items()]
     common.print_table(["", *answers["rung 2"]], rows)
-    common.write_result(args.out, "answers", {"sides": answers})
+    common.write_result(args.out, "answers", {"versions": describe_versions("trl"), "sides": answers})
 
 
 if __name__ == "__main__":

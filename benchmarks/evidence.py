@@ -57,6 +57,7 @@ class Set(NamedTuple):
 
 IMDB_2000 = [*MINILM, "--log_every", "96"]
 ATTENTION = ("--lora_targets", "attention")
+RATINGS = ("--dataset", "runs/evidence/ratings.csv", "--label_column", "rating")
 WHOLE = "--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()
 SETS = {
     "quickstart": Set([], minilm=False),
@@ -70,8 +71,8 @@ SETS = {
     "imdb_2000_32_bit": Set([*IMDB_2000, "--precision", "32-true"], "6,25,26", seeds=5),
     "imdb": Set([*MINILM, *WHOLE], "1,2,4,15,16"),
     "imdb_256": Set([*MINILM, *WHOLE, "--max_length", "256"], "2,4,15,16"),
-    "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml"], "2,4,13,16", minilm=False, seeds=5),
-    "ratings": Set([*IMDB_2000, "--dataset", "runs/evidence/ratings.csv", "--label_column", "rating"], "2,13", seeds=5),
+    "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml"], "2,4,13,16", minilm=False, seeds=3),
+    "ratings": Set([*IMDB_2000, *RATINGS, "--max_length", "64"], "2,13", seeds=3),
 }
 CLASSES = {"1": "1", "2": "2-4", "3": "2-4", "4": "2-4", "7": "7-8", "8": "7-8", "9": "9", "10": "10"}  # of `ratings`
 

@@ -22,6 +22,7 @@ import evidence
 from evidence import IMDB_2000, SETS
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from scipy.stats import ttest_rel
 
 from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.matching import Row
@@ -53,6 +54,14 @@ AS_ANOTHER = {
     "3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision",
     "28_memory_budget": "5_low_precision",
 }  # fmt: skip
+
+
+PAIRS = [  # what differs, set, rungs
+    ("16 samples per step instead of one", "imdb_2000", "2_grad_accum", "1_batch_size_1"),
+    ("adapters: IMDb, 2 classes, MiniLM", "imdb_2000", "13_lora", "2_grad_accum"),
+    ("adapters: IMDb's stars, 5 classes, MiniLM", "ratings", "13_lora", "2_grad_accum"),
+    ("adapters: CIFAR-10, 10 classes, a small ViT from random weights", "cifar10", "13_lora", "16_bf16_that_learns"),
+]
 
 
 @cache
@@ -198,6 +207,21 @@ def ladder() -> list[str]:
     return common.markdown_table(header, rows)
 
 
+def differences() -> list[str]:
+    """Return the table of rungs at their best learning rates, with the difference of the same seeds."""
+    rows = []
+    for name, set, *rungs in PAIRS:
+        found = [most_seeds(set, best_row(set, rung)) for rung in rungs]
+        tests = [dict(zip(row.seeds, row.values("test_accuracy"), strict=True)) for row in found]
+        pairs = [(tests[0][seed], tests[1][seed]) for seed in tests[0].keys() & tests[1].keys()]
+        low, high = ttest_rel(*zip(*pairs, strict=True)).confidence_interval()
+        points = sum(one - other for one, other in pairs) / len(pairs)
+        accuracies = [f"{mean(row, 'test_accuracy')} ({row.first.name.split('_')[0]})" for row in found]
+        rows.append([name, *accuracies, f"{points:+.1f}", f"{low:+.1f} to {high:+.1f}", str(len(pairs))])
+    header = ["what differs", "test, % (rung)", "against, % (rung)", "points", "95 % interval", "seeds"]
+    return common.markdown_table(header, rows)
+
+
 def longest_texts() -> list[str]:
     """Return the table of the longest texts, in tokens: each cell without and with tiles."""
     found = common.read_results(common.RESULTS / "longest_text.json").get("llama-3.1-8b", {"rows": []})["rows"]
@@ -210,7 +234,7 @@ def longest_texts() -> list[str]:
     return common.markdown_table(["trained (rung)", *sizes], rows)
 
 
-BLOCKS = {block.__name__: block for block in (whole, ladder, longest_texts)}
+BLOCKS = {block.__name__: block for block in (whole, ladder, differences, longest_texts)}
 
 
 def lost(row: Row, whole: Row) -> float:

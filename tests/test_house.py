@@ -45,11 +45,11 @@ def test_bodies_of_functions_are_at_most_50_lines():
 
 
 # lines of Python; whoever needs more raises the number in the same commit, with the reason in its headline
-BUDGET = {"src": 26_200, "benchmarks": 4_490, "tests": 22_060}
+BUDGET = {"src": 26_200, "benchmarks": 4_490, "tests": 22_080}
 
 
 def test_the_sums_of_lines_stay_within_the_budget():
-    """The plain scripts are left out: each rung adds one, of at most 100 lines."""
+    """The plain scripts are left out: each rung adds one, of at most 100 lines and its packages."""
     found = {
         "src": [*SRC.glob("*.py"), *MODULES, *(ROOT / "scripts").glob("*.py"), ROOT / "local_dataset_utilities.py"],
         "benchmarks": [*(ROOT / "benchmarks").glob("*.py")],

@@ -249,7 +249,7 @@ def order_rows(candidates: dict[tuple[int, int], Candidate], gpus: int, lora_ran
         if candidate.settings.lora:
             changes["lora_rank"] = lora_rank
         changed = candidate._replace(settings=replace(candidate.settings, **changes))
-        ranks[number, size] = (changed.trains, *changed.rank)
+        ranks[number, size] = changed.rank
     places = sorted({*ranks.values()})
     return [[places.index(ranks[row, size if size in (1, 16) else 2]) for size in SIZES] for row in range(len(ROWS))]
 

@@ -58,8 +58,8 @@
   }
 
   // Return the answer for each technique: the parts, the bounds and the CPU memory in bytes, and the verdict.
-  // Rows of one rank have the planner's order: all weights first, then the least cost and the highest speed, then the
-  // least memory.
+  // Rows of one verdict have the planner's order: least measured loss of accuracy, all weights first, highest speed, then
+  // the least memory.
   function answer(question) {
     const { host } = FIT.facts[question.model][question.task];
     const order = FIT.order[question.task][question.gpus > 1 ? 1 : 0][question.rank === FIT.lora_rank ? 0 : 1];
@@ -253,7 +253,7 @@
       const title = element("span", { className: "fit-title", textContent: `${row.rung.split("_")[0]} · ${row.title}` });
       const size = element("span", { className: "fit-size", textContent: `${gigabytes(row.expected)} GB` });
       const cpu = element("span", { className: "fit-size fit-cpu", textContent: `CPU ${gigabytes(row.host)} GB` });
-      const mark = row.best ? ", the planner's choice" : "";
+      const mark = row.best ? `, the planner's choice for ${row.all ? "all weights" : "some weights"}` : "";
       const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: VERDICTS[row.verdict] + mark });
       made.append(element("label", { className: "fit-row" }, radio, title, size, cpu, verdict, bar(row, question, scale)));
     }

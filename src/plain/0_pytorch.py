@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["pandas", "torch", "transformers>=5.23"]
+# ///
 """0 · PyTorch alone: the training of 1_batch_size_1.py without Fabric.
 
 Compare the two files to see what Fabric replaces: the choice of the device, the moves to it, the backward pass, the

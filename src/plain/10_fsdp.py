@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """10 · Fully sharded data parallel (FSDP2): every GPU keeps a share of weights, gradients and optimizer state.
 
 Builds on 9_ddp.py. A block's weights are gathered from all GPUs just before they are used, and freed after it.

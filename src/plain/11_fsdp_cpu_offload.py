@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """11 · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.
 
 Builds on 10_fsdp.py. Each use of a weight copies it to the GPU, which holds one block at a time.

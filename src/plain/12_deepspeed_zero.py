@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23", "deepspeed"]
+# ///
 """12 · DeepSpeed ZeRO: gradients and optimizer state are sharded over the GPUs.
 
 Builds on 9_ddp.py. Stage 1 shards the optimizer state, stage 2 the gradients too. DeepSpeed keeps the 32-bit copies of

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """13 · Low-rank adapters (LoRA): two thin matrices next to each linear layer are trained.
 
 Builds on 5_low_precision.py. The model's own weights are frozen, without gradients and optimizer state.

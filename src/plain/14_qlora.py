@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23", "bitsandbytes", "accelerate"]
+# ///
 """14 · Adapters on a 4-bit model (QLoRA): each frozen weight takes 4 bits.
 
 Builds on 13_lora.py. Weights are one of 16 levels, and restored for each use: `pip install bitsandbytes`.

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """15 · Packing: short reviews share a row and do not see each other.
 
 Builds on 4_mixed_precision.py. One full row is faster than many short ones. (For BLOOM models.)

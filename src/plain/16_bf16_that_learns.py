@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """16 · bfloat16 that learns: small steps add up instead of being rounded away (Kahan summation).
 
 Builds on 5_low_precision.py. Each weight gets a second bfloat16 number, its rest. The rest collects steps until the

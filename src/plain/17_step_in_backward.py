@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """17 · Step in backward: each weight steps as soon as it has its gradient, which is then freed.
 
 Builds on 16_bf16_that_learns.py. The effective batch is one pass, and its gradient cannot be clipped.

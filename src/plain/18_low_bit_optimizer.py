@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23", "bitsandbytes", "accelerate"]
+# ///
 """18 · Low-bit optimizer: Adam's two moments in 8 bits each.
 
 Builds on 16_bf16_that_learns.py. Two bytes for each weight instead of four, and a scale for every 256 values. Install

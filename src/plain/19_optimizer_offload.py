@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """19 · Optimizer offload: the optimizer and its state in CPU memory, weights and gradients on the GPU.
 
 Builds on 16_bf16_that_learns.py. Gradients are copied to the CPU, and weights back.

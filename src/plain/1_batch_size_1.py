@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """1 · Batch size 1: one review for each optimizer step.
 
 The whole training is in this file. Read it from top to bottom, paste it into a notebook, change it. Only the

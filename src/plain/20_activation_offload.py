@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """20 · Activation offload: the inputs that checkpointing keeps are stored in CPU memory.
 
 Builds on 7_grad_checkpointing.py. The forward pass copies them to the CPU, and the backward pass copies them back.

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """21 · Selective checkpointing: keep the results of linear layers and fused attention, recompute the rest.
 
 Builds on 7_grad_checkpointing.py. Linear layers take most of the time. BLOOM's attention here is not fused, so its

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23", "torchao"]
+# ///
 """22 · Float8: the matrix multiplications of the blocks in 8-bit floating point.
 
 Builds on 4_mixed_precision.py. torchao scales each factor by its largest value and rounds it to 8 bits. GPUs from Ada

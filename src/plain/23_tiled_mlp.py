@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """23 · Tiled MLP: the MLP of a block is computed over tiles of tokens, for long texts.
 
 Builds on 7_grad_checkpointing.py. The MLP computes each token alone. Its tensors are four times as wide as its input,

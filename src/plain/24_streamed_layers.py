@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """24 · Streamed layers: frozen weights are in CPU memory, and come to the GPU for each use.
 
 Builds on 13_lora.py. A copy is freed after use. (The rung copies blocks ahead.)

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """25 · Block by block: the blocks of the model are trained in turn, one at a time (BAdam).
 
 Builds on 5_low_precision.py. The trained block has gradients, a copy in 32 bits and Adam's state. The backward pass

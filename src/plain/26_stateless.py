@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """26 · Stateless: SinkGD, SGD on balanced gradients, keeps no state and learns like Adam.
 
 Builds on 6_lean_optimizer.py. Rows and columns of each gradient are divided by their sizes, five times by turns. Then

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """27 · CUDA graphs: record the kernels of a pass once, and launch all of them together from then on.
 
 Builds on 4_mixed_precision.py. Each length has a graph, so lengths are rounded up. On a CPU the pass runs as before.

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """28 · Memory budget: recompute only the blocks whose activations have no room.
 
 Builds on 7_grad_checkpointing.py. On a GPU the longest review is tried before the first step, with one more recomputed

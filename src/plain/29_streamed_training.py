@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """29 · Streamed training: all weights are trained in CPU memory, and a block is on the GPU while it computes.
 
 Builds on 17_step_in_backward.py, without Kahan summation. Embeddings, norms and head come to the GPU as blocks do.

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """2 · Gradient accumulation: 16 reviews for each optimizer step, with the activations of one.
 
 Builds on 1_batch_size_1.py. The gradients of 16 reviews add up. Then the optimizer steps once with their mean.

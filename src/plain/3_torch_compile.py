@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """3 · torch.compile: the operations of each block become a few fused kernels.
 
 Builds on 2_grad_accum.py. All blocks share one compiled graph. Lengths are variables in it, so a new length compiles

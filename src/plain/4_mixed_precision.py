@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """4 · Mixed precision: matrix multiplications in 16 bits, weights in 32.
 
 Builds on 2_grad_accum.py. bfloat16 has the range of float32. GPUs before Ampere (such as the T4) get float16 and a

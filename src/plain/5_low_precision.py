@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """5 · Low precision: weights, gradients and optimizer state in bfloat16 too.
 
 Builds on 4_mixed_precision.py. This halves the memory of all three. bfloat16 has 8 significant bits: a step below a

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """6 · Lean optimizer: SGD keeps no state; a cosine schedule lowers its learning rate.
 
 Builds on 5_low_precision.py. Adam keeps two more values for each weight. SGD's steps are not scaled, so it needs a

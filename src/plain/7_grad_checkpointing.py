@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """7 · Gradient checkpointing: keep the input of each block, and recompute its activations.
 
 Builds on 5_low_precision.py. The backward pass runs each block again, just before it computes the gradients of the

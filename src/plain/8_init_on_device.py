@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23", "accelerate"]
+# ///
 """8 · Init on device: read the weights to the GPU, in their final precision.
 
 Builds on 5_low_precision.py. The CPU's memory never holds a copy of the model, and the GPU never holds 32-bit weights.

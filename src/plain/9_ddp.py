@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """9 · Distributed data parallel (DDP): every GPU computes its share of each effective batch.
 
 Builds on 4_mixed_precision.py. Every GPU has a copy of the model. DDP averages the gradients over the GPUs, once for

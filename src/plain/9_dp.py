@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = ["lightning==2.6.6", "pandas", "torch", "transformers>=5.23"]
+# ///
 """9 · DataParallel (DP): one process splits each effective batch over all GPUs.
 
 Builds on 9_ddp.py, which replaced it. Each pass copies the model from the first GPU to the others. The first GPU holds

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 from support.helpers import MODELS, ROOT, SRC, real_file
@@ -57,7 +58,7 @@ def test_a_notebook_is_small_explained_and_run_and_names_no_local_path(script):
     printed = "".join(output.get("text", "") for output in outputs)
     if not script.stem.startswith("12_"):
         assert len(re.findall(r"Samples \d+/00640 \| Loss: [\d.]+", printed)) == 10
-        assert re.search(r"Test accuracy [\d.]+%.*negative \d+%, positive \d+%", printed, re.DOTALL)
+        assert re.search(r"Test accuracy [\d.]+%.*^0: \d+%\n1: \d+%$", printed, re.DOTALL | re.MULTILINE)
         assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
 
 
@@ -127,7 +128,23 @@ def test_a_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     assert all(output.output_type in ("stream", "display_data") for cell in outputs for output in cell)
     printed = "".join(output.get("text", "") for cell in outputs for output in cell)
     assert printed.count("Loss: ") == 4
-    assert re.search(r"negative \d+%, positive \d+%", printed)
+    assert re.search(r"^0: \d+%\n1: \d+%$", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_data_cell_makes_a_test_split_where_none_is_given_and_keeps_labels_of_words(tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    rows = pd.DataFrame({"text": [f"text {row}" for row in range(20)], "label": ["red", "NA"] * 10})
+    rows.to_csv(folder / "train.csv", index=False)
+    cell = BUILD["TEXTS"]["data"].replace('SOURCE = "imdb"', 'SOURCE = "folder"')
+    cell = re.sub('FOLDER = "[^"]*"', f'FOLDER = "{folder}"', cell)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    options = {"resources": {"metadata": {"path": str(tmp_path)}}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", **options).execute()
+    read = [pd.read_csv(tmp_path / f"{name}.csv", na_filter=False) for name in ("test", "train")]
+    assert [len(split) for split in read] == [2, 18]
+    assert pd.concat(read).sort_values("text", ignore_index=True).equals(rows.sort_values("text", ignore_index=True))
 
 
 @pytest.mark.slow

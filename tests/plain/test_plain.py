@@ -5,6 +5,7 @@ import difflib
 import json
 import re
 import runpy
+import tomllib
 from importlib import import_module
 
 import pytest
@@ -35,12 +36,25 @@ def code(name):
 def test_a_plain_script_is_short_and_marks_its_new_lines(name):
     text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
     lines = text.splitlines()
-    assert len(lines) <= 100
+    assert len(lines) <= 100 + 4, "and the packages"
     assert max(map(len, lines)) <= 120
     assert "fabric_ladder" not in text
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring.startswith(f"{number(name)} · ")
     assert f"# NEW in {number(name)}" in text or number(name) < 2
+
+
+@pytest.mark.parametrize("name", ["0_pytorch", "9_dp", *NAMES])
+def test_a_plain_script_begins_with_its_packages_for_uv(name):
+    """The form is that of https://peps.python.org/pep-0723."""
+    text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
+    head = tomllib.loads(re.match(r"# /// script\n((?:# .*\n)+?)# ///\n", text)[1].replace("# ", ""))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert head["requires-python"] == project["requires-python"]
+    notebooks = runpy.run_path(str(ROOT / "notebooks" / "build.py"))
+    own = {name for word, names in notebooks["EXTRAS"].items() if word in text.lower() for name in names.split()}
+    fabric = {notebooks["LIGHTNING"]} if "from lightning" in text else set()
+    assert set(head["dependencies"]) == {"pandas", "torch", "transformers>=5.23", *fabric, *own}
 
 
 @pytest.mark.parametrize("name", ["0_pytorch", "9_dp", *NAMES])

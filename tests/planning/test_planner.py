@@ -228,6 +228,9 @@ def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fast
     assert recommend([faster, both := other(devices=2)]) == {"all weights": both}, "no GPU is idle"
     frozen = other(lora=True)
     assert list(recommend([frozen, plan]).items()) == [("all weights", plan), ("some of the weights", frozen)]
+    sgd = other(optimizer="sgd", precision="bf16-true")
+    found = {"some of the weights": frozen, "all weights": sgd}
+    assert list(recommend([sgd, frozen]).items()) == list(found.items()), "adapters lose less than SGD"
     worse = [other(block_steps=4, needed=1), other(lora=True, quantization="nf4", needed=1)]
     assert recommend([*worse, frozen]) == {"some of the weights": frozen}, "equal within noise, better at its best rate"
 

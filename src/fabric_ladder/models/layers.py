@@ -17,6 +17,7 @@ FEWEST_BLOCKS = 3  # the first, the last, and a block between two others
 # The MLP of a block in transformers; the last two are BERT's, which computes it in two modules.
 MLP_NAMES = (("mlp",), ("feed_forward",), ("ffn",), ("intermediate", "output"))
 _latest: tuple[tuple[str, dict], nn.Module] | None = None  # several checks use the same model
+_taken: tuple[nn.Module, int] | None = None  # the latest model and size that `check_images` accepted
 
 
 def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn.Module:
@@ -45,6 +46,7 @@ def check_images(settings: Settings) -> None:
     Raises:
         UserError: In one line, with the size that the model takes.
     """
+    global _taken
     size = read_image_format(settings)[0].size
     config = load_config(settings.model)
     own = side(getattr(part_config(config, settings.task), "image_size", None))
@@ -56,12 +58,15 @@ def check_images(settings: Settings) -> None:
     model = meta_model(settings, config)
     if "labels" not in inspect.signature(model.forward).parameters:  # PP-LCNet
         raise UserError(f"{settings.model} ({config.model_type}) computes no loss: choose another --model")
+    if _taken == (model, size):  # a plan asks for each candidate
+        return
     with refused(problem), torch.no_grad():
         try:
             model(pixel_values=torch.zeros(2, 3, size, size, device="meta"))
         except RuntimeError as error:
             if "meta tensors" not in str(error):  # Perceiver reads values
                 raise
+    _taken = model, size
 
 
 def head_names(model: nn.Module) -> list[str]:

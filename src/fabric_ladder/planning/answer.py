@@ -96,11 +96,11 @@ def _takes(plan: Plan, gpu: Gpu) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """Return the cost in accuracy in words. Figures of a small model are not quoted for a large one."""
+    """Return the cost in accuracy in words."""
     cost = accuracy_cost(vars(plan.candidate.settings))
     if plan.counts.all > LARGE:
-        lost = cost and cost["points"]
-        return f"{'effect on the accuracy unknown' if lost else 'accuracy not measured'} for a model of this size"
+        small = f"{cost['words']}; " if cost and cost["points"] else "accuracy "
+        return f"{small}not measured for a model of this size"
     return "accuracy not measured" if cost is None else cost["words"] or "no measured loss of accuracy"
 
 

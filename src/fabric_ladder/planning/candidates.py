@@ -51,16 +51,17 @@ class Candidate(NamedTuple):
         return "all weights" if trains_all(self.settings) else "some of the weights"
 
     @property
-    def rank(self) -> tuple[float, ...]:
+    def rank(self) -> tuple[float | str, ...]:
         """What is known without a rehearsal, the best first; `recommend` decides equal ranks by memory.
 
-        Least measured cost in accuracy, most GPUs, highest measured speed, no copies to other memory, no recomputation.
-        A cost or a speed that was not measured comes last.
+        Steps of measured cost in accuracy, all weights before some of them, least cost, most GPUs, highest measured
+        speed, no copies to other memory, no recomputation. A cost or a speed that was not measured comes last.
         """
         settings, techniques = self.settings, used(self.settings)
         copies = any(not each.state_on_device or each.bytes_per_pass(settings) for each in techniques)
         recomputes = any(each.recomputes for each in techniques)
-        return *cost_rank(vars(settings)), -settings.ranks, -(self.speed or 0), copies, recomputes
+        steps, points = cost_rank(vars(settings))
+        return steps, self.trains, points, -settings.ranks, -(self.speed or 0), copies, recomputes
 
 
 def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[str, ...]]], dict[str, str]]:
