@@ -36,8 +36,9 @@ from forking import run_together, start_forks
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
+from fabric_ladder.settings import DataSettings
 from fabric_ladder.techniques.advice import explain_errors
-from local_dataset_utilities import find_dataset
+from local_dataset_utilities import IMDB_ARCHIVE
 
 RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # runs in progress
@@ -99,15 +100,17 @@ class Wanted(NamedTuple):
 
 
 def write_ratings() -> None:
-    """Write the table of `ratings`: IMDb's reviews with the stars that their writers gave, in five classes."""
+    """Write the table of `ratings` once: IMDb's reviews with the stars that their writers gave, in five classes."""
+    if (WORK / "ratings.csv").exists():
+        return
     if not common.has_imdb():
         raise UserError("ratings: the archive of IMDb is not in FABRIC_LADDER_DATA")
     rows = []
-    with tarfile.open(find_dataset()) as archive:
+    with tarfile.open(Path(DataSettings().data_dir) / IMDB_ARCHIVE) as archive:
         for member in archive:
             if found := re.search(r"/(?:neg|pos)/\d+_(\d+)\.txt$", member.name):
                 rows.append((archive.extractfile(member).read().decode(), CLASSES[found[1]]))
-    pd.DataFrame(rows, columns=["text", "rating"]).to_csv(WORK / "ratings.csv", index=False)
+    write_whole(WORK / "ratings.csv", pd.DataFrame(rows, columns=["text", "rating"]).to_csv(index=False))
 
 
 def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:

@@ -16,6 +16,7 @@ from torch.nn.parallel.replicate import replicate
 from fabric_ladder.rungs import RUNGS, parent
 
 PLAIN = SRC / "plain"
+BUILD = runpy.run_path(str(ROOT / "notebooks" / "build.py"))
 NAMES = [rung.stem for rung in RUNGS]
 SEVERAL_GPUS = (9, 10, 11, 12)  # their peaks depend on the number of GPUs
 WIDE = (10, 11, 12, 13, 14, 15, 17, 19, 25, 27, 28, 29)  # techniques that need up to 25 lines, the others 15
@@ -51,9 +52,8 @@ def test_a_plain_script_begins_with_its_packages_for_uv(name):
     head = tomllib.loads(re.match(r"# /// script\n((?:# .*\n)+?)# ///\n", text)[1].replace("# ", ""))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert head["requires-python"] == project["requires-python"]
-    notebooks = runpy.run_path(str(ROOT / "notebooks" / "build.py"))
-    own = {name for word, names in notebooks["EXTRAS"].items() if word in text.lower() for name in names.split()}
-    fabric = {notebooks["LIGHTNING"]} if "from lightning" in text else set()
+    own = {name for word, names in BUILD["EXTRAS"].items() if word in text.lower() for name in names.split()}
+    fabric = {BUILD["LIGHTNING"]} if "from lightning" in text else set()
     assert set(head["dependencies"]) == {"pandas", "torch", "transformers>=5.23", *fabric, *own}
 
 

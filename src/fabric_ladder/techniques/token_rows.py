@@ -44,10 +44,11 @@ def name_rows(model: nn.Module, datasets: TextDatasets, settings: Settings) -> s
     modules = {module: name for name, module in model.named_modules()}
     model.trained_rows = {modules[table]: rows for table in _tables(model)}
     added = f"; new, and starting as the mean of all rows: {', '.join(datasets.new_tokens)}" if new else ""
-    batches = datasets.splits["train"].with_format("numpy").iter(1000) if datasets.splits else []
-    unseen = set(rows).difference(*(np.concatenate(batch["input_ids"]).tolist() for batch in batches))
-    names = ", ".join(token for token, row in zip(tokens, rows, strict=True) if row in unseen)
-    absent = f"; in no training text: {names}" if names and datasets.splits else ""
+    seen = np.full(len(rows), not datasets.splits)  # a rehearsal has no texts
+    for batch in datasets.splits["train"].with_format("numpy").iter(1000) if datasets.splits else ():
+        seen |= np.isin(rows, np.concatenate(batch["input_ids"]))
+    names = ", ".join(token for token, found in zip(tokens, seen, strict=True) if not found)
+    absent = f"; in no training text: {names}" if names else ""
     return f"Trained rows of the embedding: {len(rows)}{added}{absent}"
 
 
