@@ -47,8 +47,9 @@ PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default:
     "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
     "7_grad_checkpointing": SIXTEEN, "20_activation_offload": SIXTEEN, "21_selective_checkpointing": SIXTEEN,
     "24_streamed_layers": ("--lora_targets attention", 1, " with adapters on attention"),
-    "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"), "27_cuda_graphs": ("", 1, " and a pool"),
-    "28_memory_budget": ("", 1, " or less, as stated"), "29_streamed_training": ("--batch_size 1", 1, ""),
+    "17_step_in_backward": (ONE_SAMPLE, 1, " with one text per step, checkpointed"),
+    "27_cuda_graphs": ("", 1, " and a pool"), "28_memory_budget": ("", 1, " or less, as stated"),
+    "29_streamed_training": ("--batch_size 1", 1, " with one text per step"),
 }  # fmt: skip
 AS_ANOTHER = {
     "3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision",

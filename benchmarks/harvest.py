@@ -437,11 +437,6 @@ TABLES = {  # header and row
         "{name} | {precision} | {samples_per_second:,.1f} | {late_samples_per_second:,.1f} | "
         "{tokens_per_second:,.0f} | {mfu:.1%} | " + SIZES[1],
     ),
-    "summary": (
-        "BLOOM-560m | precision | reviews/s at the end | over 1,024 reviews | peak, GB | reserved, GB",
-        "{name} | {precision} | {late_samples_per_second:,.0f} | {samples_per_second:,.0f} | {measured:.1f} | "
-        "{reserved:.1f}",
-    ),
     "profile": ("kernel | share | ms | calls", "`{name:.60}` | {share:.1%} | {ms:.0f} | {calls}"),
     "memory": (f"full samples | {SIZES[0]}", "{name} | " + SIZES[1]),
     "claims": (
@@ -478,7 +473,7 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
             more = {"late_tokens": rate, "host": run["peak_host_memory_bytes"] / 1e9}
             found["claims"].append(row | more | {"name": name.removeprefix("claim: ")})
         elif "late_samples_per_second" in run:
-            found["speeds"].append(row | {"reserved": run.get("peak_reserved_bytes", 0) / 1e9 or None})
+            found["speeds"].append(row)
         elif "passed" in run:
             found["checks"].append(row | {"result": "passed" if run["passed"] else "**failed**"})
         for kernel in run.get("rows", []):
@@ -489,7 +484,6 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
             for way, side in run["figures"].items() if isinstance(run, dict) else ():
                 figure = {"name": f"{entry}, {part.partition(', ')[2]}: {way}", "ms": side["seconds"] * 1e3}
                 found["vocabulary"].append(figure | {"peak": side["peak_bytes"] / 1e9})
-    found["summary"] = sorted(found["speeds"], key=lambda run: -run["late_samples_per_second"])
     found["profile"] = figures.get("profile", {}).get("top", [])
     return found
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common  # first import: it makes the project importable
 import stored
-from evidence_tables import best_row, change, most_seeds, predicted
+from evidence_tables import NONE, PLAIN, PREDICTED, best_row, change, most_seeds, predicted
 from evidence_tables import mean as with_spread
 
 from fabric_ladder.errors import UserError, show_errors
@@ -35,7 +35,7 @@ HEADINGS = {  # groups of rows, and their headings in the README's table
 }
 MEASURED = {  # the rungs of the README's first table, and the options that the H100 measured
     "2_grad_accum": "", "4_mixed_precision": "", "5_low_precision": "", "7_grad_checkpointing": "",
-    "13_lora": " --lora_targets attention", "14_qlora": " --lora_targets attention", "16_bf16_that_learns": "",
+    "13_lora": "--lora_targets attention", "14_qlora": "--lora_targets attention", "16_bf16_that_learns": "",
     "18_low_bit_optimizer": "",
 }  # fmt: skip
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
@@ -70,32 +70,37 @@ def accuracy(rung: Path) -> str:
     return f"as {number(below)}"
 
 
+def peak_on_h100(rung: str, options: str) -> float | None:
+    """Return the measured peak of BLOOM-560m in GB, or None if the H100 did not run the rung with these options."""
+    entries = common.read_results(common.RESULTS / "gpu.json")["entries"]
+    entry = entries.get(f"memory: bloom-560m, {rung} {options}".strip(), {})
+    return entry["figures"]["peak_memory_bytes"] / 1e9 if "figures" in entry else None
+
+
 def measured() -> list[str]:
     """Return the README's first table: peaks on an H100, their change, and the accuracy at the best learning rate."""
-    entries = common.read_results(common.RESULTS / "gpu.json")["entries"]
-
-    def gigabytes(rung: str) -> float:
-        return entries[f"memory: bloom-560m, {rung}{MEASURED.get(rung, '')}"]["figures"]["peak_memory_bytes"] / 1e9
-
     rows = []
     for rung in (rung for rung in RUNGS if rung.stem in MEASURED):
         below = parent(rung)
-        peak = gigabytes(rung.stem)
-        to_parent = f"{change(peak, gigabytes(below.stem))} ({number(below)})"
+        peak, before = (peak_on_h100(each, MEASURED.get(each, "")) for each in (rung.stem, below.stem))
+        to_parent = f"{change(peak, before)} ({number(below)})"
         rows.append([*_links(rung.stem), f"{peak:.2f}", to_parent, accuracy(rung)])
     return _table(["rung", "technique", "GB", "change from (rung)", "accuracy, %"], rows, 2)
 
 
 def ladder() -> list[str]:
-    """Return the README's second table: the predicted memory of all other rungs, and their accuracy."""
+    """Return the README's second table: memory of all other rungs, measured where the H100 ran them, and accuracy."""
     rows, paths = [], {rung.stem: rung for rung in RUNGS}
     for group, members in grouped():
         others = [row.rung for row in members if row.rung not in MEASURED]
-        rows += [[f"**{HEADINGS[group]}**", *[""] * 3]] if HEADINGS[group] and others else []
+        rows += [[f"**{HEADINGS[group]}**", *[""] * 4]] if HEADINGS[group] and others else []
         for name in others:
             memory, remark = predicted(name)
-            rows.append([*_links(name), f"{memory:.2f}{remark}", accuracy(paths[name])])
-    return _table(["rung", "technique", "predicted, GB", "accuracy, %"], rows, 2)
+            options, gpus, _ = PREDICTED.get(name, PLAIN)
+            peak = peak_on_h100(name, options) if gpus == 1 else None
+            found = f"{peak:.2f}" if peak else NONE
+            rows.append([*_links(name), f"{memory:.2f}{remark}", found, accuracy(paths[name])])
+    return _table(["rung", "technique", "predicted, GB", "measured, GB", "accuracy, %"], rows, 2)
 
 
 def _links(rung: str) -> list[str]:

@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 from matplotlib import rc_context
@@ -101,8 +100,8 @@ def measured_peaks(figure: Figure, look: Look) -> None:
         "14_qlora": "14 QLoRA, 4 bits",
     }  # fmt: skip
     measured = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["entries"]
-    found = [measured[f"memory: bloom-560m, {rung}{MEASURED[rung]}"]["figures"] for rung in names]
-    source = "measured, one text of 1,024 tokens at a time; first bar predicted · accuracy: MiniLM, 2,000 reviews"
+    found = [measured[f"memory: bloom-560m, {rung} {MEASURED[rung]}".strip()]["figures"] for rung in names]
+    source = "measured, one text of 1,024 tokens at a time; first bar predicted"
     [axes] = panels(figure, look, source, left=2.1)
     rows = {
         "all 16 texts in one pass": {"activations": sum(predicted("bloom-560m", "2_grad_accum", ONE_PASS).values())}
@@ -119,25 +118,10 @@ def measured_peaks(figure: Figure, look: Look) -> None:
         axes.annotate(f"{card} GB card", (card, -0.7), (3, 0), **place)
     paths = {rung.stem: rung for rung in RUNGS}
     for row, rung in enumerate(names, 1):
-        axes.text(27, row, accuracy(paths[rung]) + " % accuracy" * (row == 1), va="center")
-    axes.legend(frameon=False, loc="center", bbox_to_anchor=(0.42, 0.15), handletextpad=0)
-    axes.set(xlim=(0, 42), xlabel="GB")
-
-
-@picture("readme_losses", 2.9)
-def losses(figure: Figure, look: Look) -> None:
-    """Sixteen samples per step learn with less noise."""
-    source = "measured · the quickstart on a CPU, mean loss since the last line; mean and range of five seeds"
-    [axes] = panels(figure, look, source, left=0.7)
-    runs = {"1_batch_size_1": ("1 sample per step", "weights"), "2_grad_accum": ("16 samples per step", "exponent")}
-    for rung, (label, colour) in runs.items():
-        logs = [pd.read_csv(path) for path in (RESULTS / "runs" / "quickstart" / rung).rglob("metrics.csv")]
-        seeds = pd.concat([log.dropna(subset="loss").set_index("samples")["loss"] for log in logs], axis=1)
-        axes.plot(seeds.index, seeds.mean(axis=1), "o-", color=look[colour], label=label, linewidth=1.5, markersize=3)
-        axes.fill_between(seeds.index, seeds.min(axis=1), seeds.max(axis=1), color=look[colour], alpha=0.2, linewidth=0)
-    axes.legend(frameon=False)
-    axes.grid(axis="y")
-    axes.set(xlabel="samples seen", ylabel="training loss", ylim=(0, None))
+        axes.text(45, row, accuracy(paths[rung]), va="center")
+    axes.annotate("accuracy of\nMiniLM, %", (45, -0.45), va="bottom", color=look["soft"])
+    axes.legend(frameon=False, loc="center", bbox_to_anchor=(0.3, 0.15), handletextpad=0)
+    axes.set(xlim=(0, 54), xticks=range(0, 41, 10), xlabel="GB")
 
 
 @picture("1_batch_size_1", 3.4)

@@ -58,7 +58,7 @@ def test_the_table_is_readable_in_80_columns(tmp_path, monkeypatch):
             write_run(tmp_path, content, seed)
     printed = script(monkeypatch, tmp_path)
     assert max(map(len, printed.splitlines())) <= 80
-    for text in ("mean of seeds 1, 2, 3", "1234.50", "123456", "12.18", "+0.50 ≈", "± 1.00", "optimizer adam;"):
+    for text in ("mean of seeds 1 to 3", "1234.50", "123456", "12.18", "+0.50 ≈", "± 1.00", "optimizer adam;"):
         assert text in printed
     assert printed.count("77.12") == 2  # the classes are imbalanced
     assert "…" not in printed

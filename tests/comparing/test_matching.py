@@ -168,7 +168,7 @@ def test_seeds_of_the_same_settings_are_one_row(tmp_path):
     assert (len(comparison.rows), comparison.differences) == (2, [])
     assert comparison.rows[0].spread("minutes") == pytest.approx(0.2)
     text = to_markdown(comparison)
-    assert "mean of seeds 1, 2, 3 (n = 3)" in text
+    assert "mean of seeds 1 to 3 (n = 3)" in text
     assert "91.00 ± 1.00 %" in text  # n - 1 in the denominator
     assert "1.10 ± 0.00 min (0.50 x)" in text
     again = write_run(tmp_path / "again", record(seed=1))

@@ -2,11 +2,15 @@
 
 import io
 import textwrap
+from collections.abc import Sequence
+from itertools import chain
+from statistics import fmean
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fabric_ladder.comparing.logs import Point
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.table import Column, Comparison, cell_text
 
@@ -41,13 +45,13 @@ def draw_charts(comparison: Comparison) -> dict[str, bytes]:
         figures = [
             _curves(rows, "losses", "Training loss", "training loss"),
             _curves(rows, "accuracies", "Validation accuracy (thin: training)", "accuracy in %"),
-            _dots(rows, columns["minutes"], "Time of training and validation"),
-            _dots(rows, columns["memory"], "Peak memory"),
         ]
         if "test_accuracy" in columns:
             figures.append(_dots(rows, columns["test_accuracy"], "Test accuracy with Wilson's 95 % interval"))
         if "test_mse" in columns:
             figures.append(_dots(rows, columns["test_mse"], "Mean squared error of the test"))
+        figures.append(_dots(rows, columns["memory"], "Peak memory"))
+        figures.append(_dots(rows, columns["minutes"], "Time of training and validation"))
         return {each.axes[0].get_title(loc="left"): _save(each, comparison.warning) for each in figures if each}
 
 
@@ -62,29 +66,51 @@ def _save(figure: Figure, warning: str) -> bytes:
 
 
 def _curves(rows: list[Row], name: str, title: str, unit: str) -> Figure | None:
-    """Draw the `losses` or `accuracies` of all runs, over samples if they are known for all, else over epochs."""
-    runs = [(number, run) for number, row in enumerate(rows) for run in row.runs if getattr(run, name)]
-    if max((len(getattr(run, name)) for _, run in runs), default=0) < 2:
+    """Draw the `losses` or `accuracies` over samples if they are known for all runs, else over epochs.
+
+    Seeds with the same samples are drawn as their mean and, as a band, their range.
+    """
+    points = {number: [getattr(run, name) for run in row.runs if getattr(run, name)] for number, row in enumerate(rows)}
+    every = list(chain.from_iterable(points.values()))
+    if max(map(len, every), default=0) < 2:
         return None  # one point is no curve
-    known = all(point.samples is not None for _, run in runs for point in getattr(run, name))
+    known = all(point.samples is not None for run in every for point in run)
     over = "samples" if known else "epochs"
     figure, axes = _figure(2.6 + 0.16 * len(rows), title)
-    for number, run in runs:
-        points = getattr(run, name)
-        x = [getattr(point, over) for point in points]
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": "o" if len(x) <= 20 else "", "markersize": 2}
-        if name == "accuracies":
-            axes.plot(x, [point.train_accuracy for point in points], linewidth=0.8, alpha=0.4, **look)
-        first = run is rows[number].first
-        dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        label = textwrap.fill(rows[number].label, WIDEST) if first else None
-        axes.plot(x, [point.value for point in points], dash, linewidth=1.2, label=label, **look)
+    band = ""
+    for number, runs in points.items():
+        look = {"color": COLOURS[number % len(COLOURS)]}
+        if len(runs) > 1 and all(_x(run, over) == _x(runs[0], over) for run in runs):
+            moments = [*zip(*runs, strict=True)]
+            low, high = ([side(point.value for point in moment) for moment in moments] for side in (min, max))
+            axes.fill_between(_x(runs[0], over), low, high, alpha=0.2, linewidth=0, **look)
+            band = "   (line: mean of the seeds, band: their range)"
+            runs = [[_average(moment) for moment in moments]]
+        label = textwrap.fill(rows[number].label, WIDEST)
+        for run in runs:
+            x = _x(run, over)
+            look |= {"marker": "o" if len(x) <= 20 else "", "markersize": 2}
+            if name == "accuracies":
+                axes.plot(x, [point.train_accuracy for point in run], linewidth=0.8, alpha=0.4, **look)
+            dash = DASHES[number // len(COLOURS) % len(DASHES)]
+            axes.plot(x, [point.value for point in run], dash, linewidth=1.2, label=label, **look)
+            label = None
     axes.set_xlim(left=0)
-    axes.set_xlabel(over)
+    axes.set_xlabel(over + band)
     axes.set_ylabel(unit)
     axes.grid(axis="y")
     figure.legend(loc="outside lower left")
     return figure
+
+
+def _x(points: Sequence[Point], over: str) -> list[float]:
+    return [getattr(point, over) for point in points]
+
+
+def _average(points: Sequence[Point]) -> Point:
+    trained = [point.train_accuracy for point in points if point.train_accuracy is not None]
+    mean = fmean(point.value for point in points)
+    return points[0]._replace(value=mean, train_accuracy=fmean(trained) if trained else None)
 
 
 def _dots(rows: list[Row], column: Column, title: str) -> Figure | None:

@@ -193,7 +193,12 @@ def cell_text(row: Row, first: Row, column: Column) -> str:
 
 def seeds_text(row: Row) -> str:
     """Return the number of seeds of a row and their values, or an empty text for a single run."""
-    return f"mean of seeds {', '.join(row.seeds)} (n = {len(row.runs)})" if len(row.runs) > 1 else ""
+    if len(row.runs) < 2:
+        return ""
+    known = row.seeds
+    if len(known) > 2 and known == [str(int(known[0]) + place) for place in range(len(known))]:
+        known = [f"{known[0]} to {known[-1]}"]
+    return f"mean of seeds {', '.join(known)} (n = {len(row.runs)})"
 
 
 def footnote(comparison: Comparison) -> str:
