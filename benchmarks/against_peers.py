@@ -2,6 +2,7 @@
 
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
     python benchmarks/against_peers.py --part minilm bloom --measure cuts    rung 2, from one sample at a time to all
+    python benchmarks/against_peers.py --part minilm bloom --measure rung_1  rung 1 against a bare loop
 
 Parts:
     minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
@@ -9,9 +10,9 @@ Parts:
     attention  The same BLOOM forward and backward, `--attention fused` against `eager`, at 256 to 2,048 tokens.
 
 The sides of `minilm` and `bloom` are the peers of peers.py and the ladder: an unchanged script of src/, see `LADDER`.
-They take turns in fresh processes, and the median of the repeats counts. Sides that differ in weights, tokens, steps or
-threads are refused, and so is a test loss other than the bare loop's. transformers has only eager attention for BLOOM,
-so only the ladder and the bare loop have another.
+They take turns in fresh processes, each turn beginning with another side, and the median of the repeats counts. Sides
+that differ in weights, tokens, steps or threads are refused, and so is a test loss other than the bare loop's.
+transformers has only eager attention for BLOOM, so only the ladder and the bare loop have another.
 
 A part's name in the results file ends with the CPU's vectors unless they are AVX-512.
 
@@ -77,16 +78,29 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")}
     peers |= {"trainer_best": peer_command("trainer", options, *best), "bare": peer_command("bare", ladder[1:])}
     commands = {side: command for side, command in peers.items() if side not in args.without}
-    turns = take_turns(commands | {"ladder": ladder}, args.repeats, args.threads)
+    conditions |= {"trainer_best": best, "ladder": ours}
+    return {"conditions": conditions} | _race(commands | {"ladder": ladder}, args)
+
+
+def compare_first(part: str, args: argparse.Namespace, folder: Path) -> dict:
+    """Measure rung 1, one sample per step, against a bare loop."""
+    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
+    ladder = rung_command([*options, "--batch_size", "1"], "1_batch_size_1")
+    return {"conditions": conditions} | _race({"bare": peer_command("bare", ladder[1:]), "ladder": ladder}, args)
+
+
+def _race(commands: dict[str, list[str]], args: argparse.Namespace) -> dict:
+    """Run all sides in turns; return their figures and the ratios of the ladder's medians to those of the others."""
+    turns = take_turns(commands, args.repeats, args.threads)
     check_alike(turns["repeats"])
     medians = turns["medians"]
     ratios = {
         f"{side}: {name}": medians["ladder"][name] / values[name]
         for side, values in medians.items()
-        for name in MEASURES
+        for name in (*MEASURES, "cpu_seconds")
         if side != "ladder"
     }
-    return {"conditions": conditions | {"trainer_best": best, "ladder": ours}} | turns | {"ratios": ratios}
+    return turns | {"ratios": ratios}
 
 
 def compare_cuts(part: str, args: argparse.Namespace, folder: Path) -> dict:
@@ -117,7 +131,7 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     return {"conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"}} | turns | {"ratios": ratios}
 
 
-DUELS = {"sides": duel, "cuts": compare_cuts}
+DUELS = {"sides": duel, "cuts": compare_cuts, "rung_1": compare_first}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -323,16 +324,27 @@ def fill_or_check(description: str, fill_files: Callable[[bool], list[Path]], re
 
 
 def take_turns(commands: dict[str, list[str]], repeats: int, threads: int) -> dict:
-    """Run the sides in turns, `repeats` times each; return their command lines, figures and medians."""
-    figures = {side: [] for side in commands}
-    for number in range(1, repeats + 1):
-        for side, command in commands.items():
-            figures[side].append(run_command(command, threads))
-            print(f"  {number}/{repeats} {side}: {json.dumps(figures[side][-1])}", file=sys.stderr, flush=True)
+    """Run the sides in turns, `repeats` times each; return their command lines, figures and medians.
+
+    Each turn begins with another side. `cpu_seconds` is the CPU time of the whole process, imports included.
+    """
+    figures, sides = {side: [] for side in commands}, list(commands)
+    for number in range(repeats):
+        for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
+            before = _cpu_seconds()
+            found = run_command(commands[side], threads)
+            figures[side].append(found | {"cpu_seconds": _cpu_seconds() - before})
+            print(f"  {number + 1}/{repeats} {side}: {json.dumps(figures[side][-1])}", file=sys.stderr, flush=True)
     numbers = {side: pd.DataFrame(runs).select_dtypes("number") for side, runs in figures.items()}
     medians = {side: table.median().to_dict() for side, table in numbers.items()}
     shown_commands = {side: shown(command) for side, command in commands.items()}
     return {"commands": shown_commands, "repeats": figures, "medians": medians}
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of all finished children, in seconds; other programs barely change it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def part_parser(description: str, parts: list[str], repeats: int, out: Path) -> argparse.ArgumentParser:
@@ -361,7 +373,7 @@ def run_parts(measures: dict[str, Callable[[Path], dict]], out: Path) -> None:
             record = measure(Path(folder))
         sides = record["medians"]
         known = list(next(iter(sides.values())))
-        names = [name for name in (*MEASURES, "seconds") if name in known] or known
+        names = [name for name in (*MEASURES, "seconds", "cpu_seconds") if name in known] or known
         print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
         print(*(f"  {name}: {ratio:,.3f}" for name, ratio in record.get("ratios", {}).items()), sep="\n", flush=True)
         write_result(out, part, record)
