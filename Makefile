@@ -41,7 +41,7 @@ bench: .venv/installed-dev
 combinations: .venv/installed-dev
 	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/rungs/test_combinations.py -m slow
 
-# runs a tiny model of every architecture of transformers on committed code, for docs/architectures.md
+# runs a tiny model of every architecture of transformers on committed code, for docs/techniques/options.md
 architectures: .venv/installed-dev
 	$(BIN)/python benchmarks/architectures.py
 

@@ -1,4 +1,4 @@
-"""Train a tiny random model of every architecture of the installed transformers, for docs/architectures.md.
+"""Train a tiny random model of every architecture of the installed transformers, for docs/techniques/options.md.
 
     python benchmarks/architectures.py [--only NAME …] [--every N] [--task TASK …] [--jobs 2] [--page]
 
@@ -364,7 +364,7 @@ def all_rows() -> list[tuple[str, str]]:
 
 
 def fill_page(check: bool = False) -> list[Path]:
-    """Write all results as CSV, and their numbers into docs/architectures.md; see `common.fill_pages`."""
+    """Write all results as CSV, and their numbers into docs/techniques/options.md; see `common.fill_pages`."""
     results, counts = common.read_results(OUT), []
     rows = [[task, name, *shown(task, row)] for task in TASKS for name, row in results[task]["rows"].items()]
     for task in TASKS:

@@ -292,7 +292,7 @@ def test_every_dependency_has_its_reason():
 
 
 def test_every_config_is_documented():
-    documented = set(re.findall(r"^\| `(configs/\w+\.yaml)` \|", text_of(DOCS / "settings.md"), re.M))
+    documented = set(re.findall(r"^\| `(configs/\w+\.yaml)` \|", text_of(DOCS / "runs.md"), re.M))
     assert documented == {page_id(path) for path in (ROOT / "configs").glob("*.yaml")}
     for path in (ROOT / "configs").glob("*.yaml"):
         values = yaml.safe_load(text_of(path))
