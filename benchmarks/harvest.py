@@ -427,7 +427,7 @@ def read_harvest(path: Path) -> dict:
 
 SIZES = "predicted, GB | measured, GB | difference", "{predicted:.2f} | {measured:.2f} | {difference:+.1%}"
 KERNELS = ("flash", "memory-efficient", "cuDNN", "math")
-AS_CSV = ("checks", "profile", "attention")  # tables in docs/tables/ instead of a page
+AS_CSV = ("checks", "profile", "attention", "memory", "speeds", "vocabulary")  # files of docs/tables/
 TABLES = {  # header and row
     "checks": (
         "check | result | largest difference of losses", "{name} | {result} | {largest_difference:.1e}",
@@ -513,19 +513,11 @@ def tables(content: dict) -> dict[str, list[str]]:
     figures = {name: record["figures"] for name, record in content["entries"].items() if "figures" in record}
     figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
     rows = rows_of(figures)
-    overhead = []
-    if "ceilings" in figures:
-        copied, computed = figures["ceilings"]["copy_bytes_per_second"], figures["ceilings"]["product_flops"]
-        products = f"a product of two matrices {computed / 1e12:,.0f} TFLOP/s"
-        overhead.append(f"- this GPU: a copy {copied / 1e9:,.0f} GB/s, {products}")
-    for which, each in figures.get("calibration", {}).items():
-        sizes = f"CUDA context {each['context'] / 1e9:.2f} GB, cuBLAS workspace {each['workspace'] / 1e9:.2f} GB"
-        overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
     worst = max((run.get("largest_difference", 0.0) for run in rows["checks"]), default=0.0)
     verdict = f"{sum(run['passed'] for run in rows['checks'])} of {len(rows['checks'])} checks passed. "
     verdict += f"The largest difference of a loss is {worst:.1e}."
     made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
-    return {"status": [status_of(content)], "machine": overhead, "verdict": [verdict]} | made
+    return {"status": [status_of(content)], "verdict": [verdict]} | made
 
 
 def fill_pages(path: Path, check: bool = False) -> list[Path]:
@@ -594,7 +586,7 @@ def main() -> int:
         together = max(1, min((os.cpu_count() or 1) // 4, int(machine["hardware"].get("gpu_memory", 0) // 25e9)))
         status = run_all(chosen, content, args.out, end, together, args.again)
     if not args.rehearse:
-        for name in ("machine", "checks", "memory", "speeds"):
+        for name in ("checks", "memory", "speeds"):
             print("", *tables(content)[name], sep="\n")
     return status
 

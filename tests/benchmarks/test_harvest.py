@@ -186,7 +186,7 @@ def test_figures_fill_the_pages():
     assert blocks["checks"][2:] == ["| gradients | passed |  |"]
     assert blocks["verdict"] == ["1 of 1 checks passed. The largest difference of a loss is 0.0e+00."]
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
-    assert all(f":{name} -->" in pages for name in blocks.keys() - {"summary", *harvest.AS_CSV})
+    assert all(f":{name} -->" in pages for name in blocks.keys() - set(harvest.AS_CSV))
     for path in (harvest.OUT, common.RESULTS / "gpu_h200.json"):
         assert harvest.fill_pages(path, check=True) == [], "python benchmarks/harvest.py --fill"
 
@@ -210,4 +210,4 @@ def test_everything_can_be_rehearsed_on_a_cpu(tmp_path):
     assert harvest.VARLEN in content["entries"]
     content["machine"]["hardware"]["gpu"] = "none"
     blocks = harvest.tables(content)
-    assert all(len(blocks[name]) > 2 for name in blocks.keys() - {"status", "summary", "machine", "verdict"})
+    assert all(len(blocks[name]) > 2 for name in blocks.keys() - {"status", "summary", "verdict"})
