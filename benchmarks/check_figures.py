@@ -35,7 +35,7 @@ UNIT = r"(?:%|points|x|times|GB/s|GB|GiB|MB|kB|bytes|samples/s|tokens/s|hours|mi
 NUMBER = r"(?<![\w.,/:^+−-])[-+−]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w-]|[.,:/]\d)"
 FIGURE = re.compile(rf"({NUMBER})(?:\s*({UNIT})(?![\w/]|(?<=x)\s?\d))?")  # "4 x 512" is a shape
 VERSION = re.compile(r"(?:capability|CUDA|DeepSpeed|Llama|Python|PyTorch|torch|torchao|transformers|PCIe)\s\(?$")
-GENERATED = re.compile(r"<!-- (\w+):\w+ -->.*?<!-- /\1 -->", re.DOTALL)  # scripts write these tables
+GENERATED = re.compile(r"<!-- (\w+):\w+\b[^\n]* -->.*?<!-- /\1 -->", re.DOTALL)  # scripts write these tables
 MASKED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
 TEXT = r"(?:^(?!#|<!--|```)[^\n]*\S[^\n]*$\n?)+?(?=^ *(?:[-*]|\d+\.) |^\s*$|^#|^<!--|^```|\Z)"
 BLOCK = re.compile(rf"```[^\n]*\n.*?^```|{TEXT}", re.DOTALL | re.MULTILINE)

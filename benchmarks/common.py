@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import fnmatch
 import io
 import json
 import os
@@ -283,9 +284,21 @@ def table(header: str, template: str, records: Iterable[dict]) -> list[str]:
 
 
 def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
-    """Return a page with the lines of `make(NAME)` between `<!-- KIND:NAME -->` and `<!-- /KIND -->`."""
-    block = re.compile(rf"(<!-- {kind}:(\w+) -->).*?(<!-- /{kind} -->)", re.DOTALL)
-    return block.sub(lambda found: "\n".join([found[1], *make(found[2]), found[3]]), text)
+    """Return a page with the lines of `make(NAME)` between `<!-- KIND:NAME -->` and `<!-- /KIND -->`.
+
+    `<!-- KIND:NAME: PATTERN; PATTERN -->` keeps only the rows that begin with a pattern.
+    """
+
+    def filled(found: re.Match) -> str:
+        lines = make(found[2])
+        if found[3]:
+            rows = [fnmatch.filter(lines[2:], f"| {each}*") for each in found[3].split("; ")]
+            if not all(rows):
+                raise UserError(f"{found[1]} has a pattern without a row")
+            lines = sum(rows, lines[:2])
+        return "\n".join([found[1], *lines, found[4]])
+
+    return re.sub(rf"(<!-- {kind}:(\w+)(?:: ([^\n]*))? -->).*?(<!-- /{kind} -->)", filled, text, flags=re.DOTALL)
 
 
 def fill_pages(kind: str, make: Callable, check: bool = False, files: dict[str, list[str]] | None = None) -> list[Path]:

@@ -207,6 +207,16 @@ def ladder() -> list[str]:
     return common.markdown_table(header, rows)
 
 
+def parts() -> list[str]:
+    """Return the table of all stored predictions in GB, by the parts of the memory."""
+    names, rows = ["parameters", "gradients", "optimizer_state", "activations", "logits", "other", "total"], []
+    for model, stored in common.read_results(common.RESULTS / "memory_ladder.json").items():
+        for each in stored["entries"]:
+            sizes = [f"{each['predicted'][name] / 1e9:.2f}" for name in names]
+            rows.append([model, each["rung"], each["options"], str(each["gpus"]), *sizes])
+    return common.markdown_table(["model", "rung", "options", "GPUs", *names], rows)
+
+
 def differences() -> list[str]:
     """Return the table of rungs at their best learning rates, with the difference of the same seeds."""
     rows = []
@@ -287,7 +297,8 @@ def speeds() -> dict:
 
 def fill_pages(check: bool = False) -> list[Path]:
     """Write tables, the planner's measured figures and the picture; return changed texts. `check`: write nothing."""
-    changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check, {"accuracies": accuracies()})
+    files = {"accuracies": accuracies(), "ladder": ladder(), "imdb": whole(), "memory_ladder": parts()}
+    changed = common.fill_pages("runs", lambda name: BLOCKS[name](), check, files)
     measured = json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
     if common.update(FILE, lambda _: measured, check):
         changed.append(FILE)

@@ -427,7 +427,7 @@ def read_harvest(path: Path) -> dict:
 
 SIZES = "predicted, GB | measured, GB | difference", "{predicted:.2f} | {measured:.2f} | {difference:+.1%}"
 KERNELS = ("flash", "memory-efficient", "cuDNN", "math")
-AS_CSV = ("checks", "profile", "attention")  # tables in docs/tables/ instead of a page
+AS_CSV = ("checks", "profile", "attention", "memory", "speeds", "vocabulary")  # files of docs/tables/
 TABLES = {  # header and row
     "checks": (
         "check | result | largest difference of losses", "{name} | {result} | {largest_difference:.1e}",
@@ -436,6 +436,11 @@ TABLES = {  # header and row
         f"BLOOM-560m | precision | samples/s | at the end | tokens/s | MFU | {SIZES[0]}",
         "{name} | {precision} | {samples_per_second:,.1f} | {late_samples_per_second:,.1f} | "
         "{tokens_per_second:,.0f} | {mfu:.1%} | " + SIZES[1],
+    ),
+    "summary": (
+        "BLOOM-560m | precision | reviews/s at the end | over 1,024 reviews | peak, GB | reserved, GB",
+        "{name} | {precision} | {late_samples_per_second:,.0f} | {samples_per_second:,.0f} | {measured:.1f} | "
+        "{reserved:.1f}",
     ),
     "profile": ("kernel | share | ms | calls", "`{name:.60}` | {share:.1%} | {ms:.0f} | {calls}"),
     "memory": (f"full samples | {SIZES[0]}", "{name} | " + SIZES[1]),
@@ -473,7 +478,7 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
             more = {"late_tokens": rate, "host": run["peak_host_memory_bytes"] / 1e9}
             found["claims"].append(row | more | {"name": name.removeprefix("claim: ")})
         elif "late_samples_per_second" in run:
-            found["speeds"].append(row)
+            found["speeds"].append(row | {"reserved": run.get("peak_reserved_bytes", 0) / 1e9 or None})
         elif "passed" in run:
             found["checks"].append(row | {"result": "passed" if run["passed"] else "**failed**"})
         for kernel in run.get("rows", []):
@@ -484,6 +489,7 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
             for way, side in run["figures"].items() if isinstance(run, dict) else ():
                 figure = {"name": f"{entry}, {part.partition(', ')[2]}: {way}", "ms": side["seconds"] * 1e3}
                 found["vocabulary"].append(figure | {"peak": side["peak_bytes"] / 1e9})
+    found["summary"] = sorted(found["speeds"], key=lambda run: -run["late_samples_per_second"])
     found["profile"] = figures.get("profile", {}).get("top", [])
     return found
 
@@ -507,19 +513,11 @@ def tables(content: dict) -> dict[str, list[str]]:
     figures = {name: record["figures"] for name, record in content["entries"].items() if "figures" in record}
     figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
     rows = rows_of(figures)
-    overhead = []
-    if "ceilings" in figures:
-        copied, computed = figures["ceilings"]["copy_bytes_per_second"], figures["ceilings"]["product_flops"]
-        products = f"a product of two matrices {computed / 1e12:,.0f} TFLOP/s"
-        overhead.append(f"- this GPU: a copy {copied / 1e9:,.0f} GB/s, {products}")
-    for which, each in figures.get("calibration", {}).items():
-        sizes = f"CUDA context {each['context'] / 1e9:.2f} GB, cuBLAS workspace {each['workspace'] / 1e9:.2f} GB"
-        overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
     worst = max((run.get("largest_difference", 0.0) for run in rows["checks"]), default=0.0)
     verdict = f"{sum(run['passed'] for run in rows['checks'])} of {len(rows['checks'])} checks passed. "
     verdict += f"The largest difference of a loss is {worst:.1e}."
     made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
-    return {"status": [status_of(content)], "machine": overhead, "verdict": [verdict]} | made
+    return {"status": [status_of(content)], "verdict": [verdict]} | made
 
 
 def fill_pages(path: Path, check: bool = False) -> list[Path]:
@@ -588,7 +586,7 @@ def main() -> int:
         together = max(1, min((os.cpu_count() or 1) // 4, int(machine["hardware"].get("gpu_memory", 0) // 25e9)))
         status = run_all(chosen, content, args.out, end, together, args.again)
     if not args.rehearse:
-        for name in ("machine", "checks", "memory", "speeds"):
+        for name in ("checks", "memory", "speeds"):
             print("", *tables(content)[name], sep="\n")
     return status
 

@@ -19,9 +19,8 @@ Three words of `options` replace a part of our code by the peer's, where the pee
 - `four_bits=keep`: 4-bit layers keep their inputs, as bitsandbytes 0.42 did.
 - `loss=whole`: the loss is transformers' own, which converts all logits to 32 bits.
 
-No constant is fitted. Errors are (predicted - published) / published. `published_series.csv` names pairs of rows, whose
-differences cancel what the peer's model code adds. `--fill` writes the tables of docs/from_the_posts.md from the
-results.
+No constant is fitted. Errors are (predicted - published) / published. `--fill` writes the
+tables of docs/from_the_posts.md from the results.
 """
 
 import csv
@@ -59,12 +58,8 @@ TABLES = {  # header and cells of a row
         "{number} | {peer} | {model} | {technique} | {published_gb:.2f} | {predicted_gb:.2f} | {error:+.0%}{mark}",
     ),
     "techniques": (
-        "technique | rows | median | 90th percentile | largest | mean, signed",
-        "{name} | {rows} | {median:.1%} | {percentile_90:.1%} | {largest:.1%} | {mean:+.1%}",
-    ),
-    "series": (
-        "saved by, GB | published | predicted | difference",
-        "{name} | {published_gb:.2f} | {predicted_gb:.2f} | {difference:+.2f}",
+        "technique | rows | median error | 90th percentile | mean, signed",
+        "{name} | {rows} | {median:.1%} | {percentile_90:.1%} | {mean:+.1%}",
     ),
 }
 # Models that are not shipped: a shipped config with changes, or the whole config. LitGPT never ties the head
@@ -145,37 +140,25 @@ def summarize(records: list[dict]) -> dict[str, dict[str, float]]:
     return found
 
 
-def differences(records: list[dict]) -> dict[str, dict[str, float]]:
-    """Return what each step of a series saves in bytes, published and predicted."""
-    known = {record["number"]: record for record in records}
-    found = {}
-    for step in read_rows("published_series.csv"):
-        before, after = known.get(int(step["before"])), known.get(int(step["after"]))
-        if before and after:
-            found[step["saved_by"]] = {side: before[side] - after[side] for side in ("published", "predicted")}
-    return found
-
-
 def in_gb(record: dict) -> dict:
-    """Return a record with its sizes and their difference in GB, and the mark of a row that does not count."""
-    published, predicted = record["published"] / 1e9, record["predicted"] / 1e9
-    sizes = {"published_gb": published, "predicted_gb": predicted, "difference": predicted - published}
-    return record | sizes | {"mark": "" if record.get("counts", True) else " (difference only)"}
+    """Return a record with its sizes in GB, and the mark of a row that does not count."""
+    sizes = {f"{side}_gb": record[side] / 1e9 for side in ("published", "predicted")}
+    return record | sizes | {"mark": "" if record["counts"] else " (does not count)"}
 
 
 def table(name: str, result: dict) -> list[str]:
     """Return the lines of a table."""
     if name == "rows":
         return common.table(*TABLES[name], [in_gb(row) | {"peer": row["source"].split()[0]} for row in result["rows"]])
-    records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
-    return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
+    return common.table(*TABLES[name], [each | {"name": key} for key, each in result["errors"].items()])
 
 
 def fill_page(check: bool = False) -> list[Path]:
     """Write the tables of the stored results into docs/from_the_posts.md; see `common.fill_pages`."""
     result = common.read_results(OUT)["published"]
-    files = {"published_peaks": table("rows", result), "published_savings": table("series", result)}
-    return common.fill_pages("published", lambda name: table(name, result), check, files)
+    return common.fill_pages(
+        "published", lambda name: table(name, result), check, {"published_peaks": table("rows", result)}
+    )
 
 
 def main() -> None:
@@ -198,7 +181,7 @@ def main() -> None:
             found[row["number"]] = compare(row)
     records = [found[number] for number in sorted(found)]
     reasons = Counter(row["reason"].partition(":")[0] for row in rows if not row["options"])
-    result = {"rows": records, "errors": summarize(records), "series": differences(records), "reasons": reasons}
+    result = {"rows": records, "errors": summarize(records), "reasons": reasons}
     counted = sum(record["counts"] for record in records)
     result["totals"] = {"published": len(rows), "predicted": len(records), "counted": counted}
     for name in TABLES:

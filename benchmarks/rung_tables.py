@@ -116,11 +116,12 @@ def _table(header: list[str], rows: list[list[str]], texts: int) -> list[str]:
 
 
 def techniques() -> list[str]:
-    """Return the table of docs/index.md."""
-    rows = [["[0_pytorch](techniques/0_pytorch.md)", "base", "rung 1 without Fabric, as a plain script only"]]
-    for row in (row_of(rung.stem) for rung in RUNGS):
-        rows.append([f"[{row.rung}](techniques/{row.rung}.md)", row.group, row.title])
-    return ["| rung | group | technique |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    """Return the table of docs/index.md: each group with its techniques."""
+    rows = []
+    for group, members in grouped():
+        links = [f"[{row.rung}](techniques/{row.rung}.md): {row.title}" for row in members]
+        rows.append([HEADINGS[group] or "The base", "<br>".join(links)])
+    return _table(["", "rungs"], rows, 2)
 
 
 def navigation() -> str:

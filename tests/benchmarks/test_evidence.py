@@ -73,21 +73,26 @@ def test_the_search_tries_rates(own, loss, rates, best):
 def test_the_tables_of_the_documents_agree_with_the_runs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evidence_tables.py", "--check"])
     assert (evidence_tables.main(), capsys.readouterr().out) == (0, "")
-    table = evidence_tables.whole()
-    monkeypatch.setitem(evidence_tables.BLOCKS, "whole", lambda: [*table, "| another row |"])
+    table = evidence_tables.differences()
+    monkeypatch.setitem(evidence_tables.BLOCKS, "differences", lambda: [*table, "| another row |"])
     assert (evidence_tables.main(), capsys.readouterr().out.split()[0]) == (1, "docs/results.md")
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "argv", ["evidence_tables.py", "--check"])
-    table = evidence_tables.accuracies()
-    monkeypatch.setattr(evidence_tables, "accuracies", lambda: [*table, "| another row |"])
+    monkeypatch.setitem(evidence_tables.BLOCKS, "differences", lambda: table)
+    monkeypatch.setattr(evidence_tables, "accuracies", lambda made=evidence_tables.accuracies: [*made(), "| a row |"])
     assert (evidence_tables.main(), capsys.readouterr().out.split()[0]) == (1, "docs/tables/accuracies.csv")
+
+
+def test_a_page_keeps_the_rows_that_its_patterns_name():
+    filled = common.fill("<!-- runs:a: 1_*; 13_* --><!-- /runs -->", "runs", lambda _: evidence_tables.ladder())
+    assert [line[2:5] for line in filled.splitlines()[3:-1]] == ["1_b", "13_"]
+    with pytest.raises(UserError, match="a pattern without a row"):
+        common.fill("<!-- runs:a: 30_* --><!-- /runs -->", "runs", lambda _: evidence_tables.ladder())
 
 
 def test_the_tables_of_all_rungs_agree_with_the_ladder(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rung_tables.py", "--check"])
     assert (rung_tables.main(), capsys.readouterr().out) == (0, "")
     monkeypatch.setattr(rung_tables, "grouped", lambda: iter([("base", [row_of("1_batch_size_1")])]))
-    assert (rung_tables.main(), capsys.readouterr().out.count("is stale")) == (1, 2)  # README.md and mkdocs.yml
+    assert (rung_tables.main(), capsys.readouterr().out.count("is stale")) == (1, 3)  # README, index, mkdocs.yml
 
 
 def test_the_seeds_of_a_row_have_one_device():

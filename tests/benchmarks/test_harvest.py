@@ -160,6 +160,7 @@ def test_figures_fill_the_pages():
     figures = {
         "memory: bloom-560m, 13_lora": {"predicted_peak_bytes": 2e9, "peak_memory_bytes": 2e9},
         "5_low_precision": run,
+        "15_packing": run | {"late_samples_per_second": 70.0, "peak_reserved_bytes": 12_000_000_000},
         "gradients": {"passed": True},
         "calibration": {"measured": {"context": 5e8, "workspace": 6e7, "fragmentation": 0.05}},
     }
@@ -172,16 +173,20 @@ def test_figures_fill_the_pages():
     blocks = harvest.tables({"machine": MACHINE, "entries": records, "left_out": left_out})
     assert blocks["status"] == [
         "1 x **NVIDIA H100**, torch 2.13.0, transformers 5.23.0: "
-        "1 entries of commit 0fedcba (2026-11-22), 4 entries of commit abcdef0 (2026-11-22). "
-        "Not measured: 9_ddp (one GPU); loss (failed); 2 of 7 entries, for lack of time."
+        "1 entries of commit 0fedcba (2026-11-22), 5 entries of commit abcdef0 (2026-11-22). "
+        "Not measured: 9_ddp (one GPU); loss (failed); 2 of 8 entries, for lack of time."
     ]
     speed = "| 5_low_precision | bf16-true | 50.0 | 60.0 | 15,000 | 31.0% | 10.00 | 10.10 | +1.0% |"
     assert blocks["speeds"][2] == speed
+    assert blocks["summary"][2:] == [  # the fastest first
+        "| 15_packing | bf16-true | 70 | 50 | 10.1 | 12.0 |",
+        "| 5_low_precision | bf16-true | 60 | 50 | 10.1 |  |",
+    ]
     assert blocks["memory"][2:] == ["| bloom-560m, 13_lora | 2.00 | 2.00 | +0.0% |"]
     assert blocks["checks"][2:] == ["| gradients | passed |  |"]
     assert blocks["verdict"] == ["1 of 1 checks passed. The largest difference of a loss is 0.0e+00."]
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
-    assert all(f":{name} -->" in pages for name in blocks.keys() - {*harvest.AS_CSV})
+    assert all(f":{name} -->" in pages for name in blocks.keys() - set(harvest.AS_CSV))
     for path in (harvest.OUT, common.RESULTS / "gpu_h200.json"):
         assert harvest.fill_pages(path, check=True) == [], "python benchmarks/harvest.py --fill"
 
@@ -205,4 +210,4 @@ def test_everything_can_be_rehearsed_on_a_cpu(tmp_path):
     assert harvest.VARLEN in content["entries"]
     content["machine"]["hardware"]["gpu"] = "none"
     blocks = harvest.tables(content)
-    assert all(len(blocks[name]) > 2 for name in blocks.keys() - {"status", "machine", "verdict"})
+    assert all(len(blocks[name]) > 2 for name in blocks.keys() - {"status", "summary", "verdict"})
