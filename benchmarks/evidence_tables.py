@@ -57,10 +57,15 @@ AS_ANOTHER = {
 }  # fmt: skip
 
 
-PAIRS = [  # what differs, set, rungs
-    ("16 samples per step instead of one", "imdb_2000", "2_grad_accum", "1_batch_size_1"),
-    ("adapters: IMDb, 2 classes, MiniLM", "imdb_2000", "13_lora", "2_grad_accum"),
-    ("adapters: IMDb's stars, 5 classes, MiniLM", "ratings", "13_lora", "2_grad_accum"),
+PAIRS = [  # what differs, and set and rung of both sides
+    ("16 samples per step instead of one", "imdb_2000/2_grad_accum", "imdb_2000/1_batch_size_1"),
+    ("adapters: IMDb, 2 classes, MiniLM", "imdb_2000/13_lora", "imdb_2000/2_grad_accum"),
+    ("adapters: IMDb's stars, 5 classes, MiniLM", "ratings/13_lora", "ratings/2_grad_accum"),
+    ("adapters: CIFAR-10, a small ViT from random weights", "cifar10/13_lora", "cifar10/2_grad_accum"),
+    (
+        "rounding error in 8 bits instead of 16",
+        *(f"imdb_2000_{each}/16_bf16_that_learns" for each in ("8_bit_error", "cpu")),
+    ),
 ]
 
 
@@ -220,8 +225,14 @@ def parts() -> list[str]:
 def differences() -> list[str]:
     """Return the table of rungs at their best learning rates, with the difference of the same seeds."""
     rows = []
-    for name, set, *rungs in PAIRS:
-        found = [most_seeds(set, best_row(set, rung)) for rung in rungs]
+    for name, *sides in PAIRS:
+        found = []
+        for set, rung in (side.split("/") for side in sides):
+            row = best_row(set, rung) or own(set).get(rung)
+            found.append(row and most_seeds(set, row))
+        if None in found:
+            rows.append([name, *[NONE] * 5])
+            continue
         tests = [dict(zip(row.seeds, row.values("test_accuracy"), strict=True)) for row in found]
         pairs = [(tests[0][seed], tests[1][seed]) for seed in tests[0].keys() & tests[1].keys()]
         low, high = ttest_rel(*zip(*pairs, strict=True)).confidence_interval()
