@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 def on_nav(nav, config, files):
     """Let the previous and the next page of a technique be those of the ladder, not of its group."""
-    numbers = {page: re.match(r"techniques/(\d+)_", page.file.src_uri) for page in nav.pages}
-    ladder = sorted((page for page in nav.pages if numbers[page]), key=lambda page: int(numbers[page][1]))
+    numbered = [(re.match(r"techniques/(\d+)_", page.file.src_uri), page) for page in nav.pages]
+    ladder = [page for _, page in sorted((int(found[1]), page) for found, page in numbered if found)]
     for before, after in pairwise(ladder):
         before.next_page, after.previous_page = after, before
     ladder[-1].next_page = None
