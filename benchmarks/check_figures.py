@@ -37,6 +37,7 @@ FIGURE = re.compile(rf"({NUMBER})(?:\s*({UNIT})(?![\w/]|(?<=x)\s?\d))?")  # "4 x
 VERSION = re.compile(r"(?:capability|CUDA|DeepSpeed|Llama|Python|PyTorch|torch|torchao|transformers|PCIe)\s\(?$")
 GENERATED = re.compile(r"<!-- (\w+):\w+\b[^\n]* -->.*?<!-- /\1 -->", re.DOTALL)  # scripts write these tables
 MASKED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
+SHARED = re.compile(r"memory[:*].*second")  # the harvest measures memory of several runs at the same time
 TEXT = r"(?:^(?!#|<!--|```)[^\n]*\S[^\n]*$\n?)+?(?=^ *(?:[-*]|\d+\.) |^\s*$|^#|^<!--|^```|\Z)"
 BLOCK = re.compile(rf"```[^\n]*\n.*?^```|{TEXT}", re.DOTALL | re.MULTILINE)
 OPERATIONS = {"*": operator.mul, "/": operator.truediv, "-": operator.sub}
@@ -115,6 +116,8 @@ def found_in(source: str, figures: set[str], results: Path) -> dict[str, set[str
         names = re.split(r",\s+", found[2] or "")
         return {name: {figure for figure in figures if name in ("", figure, *figure.split())} for name in names}
     file, *parts = shlex.split(source)
+    if timed := [part for part in parts if SHARED.search(part)]:
+        raise ValueError(f"{timed[0]} is a time of runs that shared a GPU, so it means nothing")
     numbers = {part: select(results / file, part) for part in parts or ["*"]}
     return {part: {each for each in figures if any(agrees(each, n) for n in numbers[part])} for part in numbers}
 

@@ -19,6 +19,7 @@ from evidence_tables import mean as with_spread
 
 from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.ladder import Row, row_of
+from fabric_ladder.places import SRC
 from fabric_ladder.planning.gpus import card_memory
 from fabric_ladder.planning.overhead import ANY_GPU
 from fabric_ladder.rungs import RUNGS, parent
@@ -41,7 +42,6 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
-POSTS = "*The posts*: [articles by Sebastian Raschka](../from_the_posts.md) on fine-tuning with little GPU memory."
 NAV = re.compile(r"(?<=\n  - Techniques:\n).*?(?=      - techniques/options\.md\n)", re.DOTALL)
 
 
@@ -135,18 +135,15 @@ def navigation() -> str:
 
 
 def places(name: str) -> list[str]:
-    """Return the top of a rung's page: files, parent, the previous and the next rung, the posts."""
-    names = ["0_pytorch", *(rung.stem for rung in RUNGS)]
-    place = names.index(name)
-    files, others = f"Plain script: `src/plain/{name}.py`.", {}
-    if place:
-        files = f"Rung: `src/{name}.py`. {files} Notebook: `notebooks/{name}.ipynb`."
-        if below := parent(RUNGS[place - 1]):
-            others["Builds on"] = below.stem
-        others["Previous:"] = names[place - 1]
-    if place + 1 < len(names):
-        others["Next:"] = names[place + 1]
-    return [files, *(f"{words} [{other}]({other}.md)." for words, other in others.items()), POSTS]
+    """Return the top of a rung's page, one line: its files, its code in the package, and its parent."""
+    files, found = [f"[plain script](../../src/plain/{name}.py)"], []
+    if name in (rung.stem for rung in RUNGS):
+        files = [f"[Script](../../src/{name}.py)", *files, f"[notebook](../../notebooks/{name}.ipynb)"]
+        code = re.search("In the package: (.*)", (SRC / f"{name}.py").read_text(encoding="utf-8"))[1]
+        found = [f"in the package: [`{code}`](../../src/fabric_ladder/{code.partition(':')[0]})"]
+        found += [f"builds on [{below.stem}]({below.stem}.md)"] if (below := parent(SRC / f"{name}.py")) else []
+    line = " · ".join([*files, *found])
+    return [line[0] + line[1].upper() + line[2:]]
 
 
 def cards() -> list[str]:

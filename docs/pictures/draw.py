@@ -344,7 +344,7 @@ def deepspeed_zero(figure: Figure, look: Look) -> None:
 def lora(figure: Figure, look: Look) -> None:
     """Train 32,768 weights instead of 3,145,728."""
     wide, tall, rank = 1024, 3072, 8
-    source = "to scale, B and A twenty times as thick · query_key_value of BLOOM-560m"
+    source = "to scale, but B and A drawn twenty times too thick · query_key_value of BLOOM-560m"
     axes = canvas(figure, look, source, 13, 6.2)
     height, width = 5.2, 1.1
     box(axes, 1.0, 0.5, width, height, look["weights"])

@@ -66,6 +66,11 @@ def test_a_figure_of_its_source_passes(errors, text, sources):
         ("It takes 79.1 ± 0.5 %", "[runs 2.+.accuracy]", ":1: 0.5 % has no source"),
         ("It takes 3 GB", "['computed 4 GB: a GPU']", f":1: no figure is 4 GB, of computed 4 GB: a GPU in {YAML}"),
         ("It takes 3 GB", """['some.json "part']""", f':1: some.json "part in {YAML}: No closing quotation'),
+        (
+            "It takes 9 s",
+            """['a.json "entries.memory: b.seconds"']""",
+            f':1: a.json "entries.memory: b.seconds" in {YAML}',
+        ),
         ("- It takes 3 GB\n- 4 GB", "[unfiled]", f":2: 4 GB has no source in {YAML}"),
         ("<!-- gpu:a -->\n3 GB\n<!-- /gpu -->\nIt takes 4 GB", "[]", f":4: 4 GB has no source in {YAML}"),
         ("It needs 3 GB", "[unfiled]", f': "It takes" occurs 0 times, not once: change the quote in {YAML}'),
