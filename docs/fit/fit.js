@@ -65,7 +65,7 @@
     const order = FIT.order[question.task][question.gpus > 1 ? 1 : 0][question.rank === FIT.lora_rank ? 0 : 1];
     const column = FIT.sizes.indexOf(question.batch);
     const rows = FIT.rows.flatMap((facts, number) => {
-      if ((question.old && !facts.old) || (question.gpus === 1 && !facts.single)) return [];
+      if ((question.old && !facts.old) || (question.gpus === 1 && !facts.single) || !host[number].length) return [];
       const peak = peakOf(question, facts, number);
       if (!peak) return question.missing.push(`${facts.rung.split("_")[0]} ${facts.title}`) && [];
       const several = facts.several && question.gpus > 1;
@@ -79,8 +79,9 @@
       let verdict = high <= question.memory ? "fits" : low <= question.memory ? "close" : "no";
       const needed = host[number][several ? FIT.gpu_counts.indexOf(question.gpus) : 0] * 1e6;
       if (verdict !== "no" && needed > question.host * GB) verdict = "host";
-      const row = { ...facts, parts, low, expected, high, verdict, place: order[number][column], host: needed };
-      if (facts.adapters && question.rank !== FIT.lora_rank) row.cost = null;
+      const usual = !facts.adapters || question.rank === FIT.lora_rank;
+      const cost = usual ? facts.costs[question.batch === 1 ? 0 : 1] : null; // the first one for a batch of one sample
+      const row = { ...facts, parts, low, expected, high, verdict, place: order[number][column], host: needed, cost };
       return [{ ...row, command: command(question, facts) }];
     });
     return rows.sort((one, other) => rank(one) - rank(other) || one.place - other.place || one.expected - other.expected);
@@ -269,7 +270,7 @@
   }
 
   // Return the measured loss of accuracy in the planner's words.
-  const lost = ({ cost }) => (cost === "" ? "none" : (cost?.replace(" of accuracy", "") ?? "–"));
+  const lost = ({ cost }) => (cost === "" ? "none (MiniLM)" : (cost?.replace(" of accuracy", "") ?? "not measured"));
 
   function table(rows) {
     const names = ["Technique", "Verdict", ...PARTS, "expected", "low", "high", "CPU memory", "samples/s", "loss of accuracy"];
@@ -282,7 +283,7 @@
       if (row.best) line.dataset.best = "";
       return line;
     });
-    const caption = element("caption", { textContent: `Predicted GPU memory in GB, and CPU memory. Activations include the logits. Measured: samples/s of ${FIT.measured}, and accuracy with MiniLM.` });
+    const caption = element("caption", { textContent: `Predicted GPU memory in GB, and CPU memory. Activations include the logits. Measured: samples/s of ${FIT.measured}, and accuracy of text classification with MiniLM at the learning rate of the command.` });
     const made = element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...body));
     const frame = element("div", { className: "fit-table", tabIndex: 0 }, made);
     frame.setAttribute("role", "region");
@@ -317,11 +318,12 @@
 
   function rowBox(row) {
     const size = `${gigabytes(row.low)} to ${gigabytes(row.high)} GB and ${gigabytes(row.host)} GB of CPU memory`;
-    const speed = row.speed ? `${row.speed} samples/s (${FIT.measured})` : "–";
+    const speed = row.speed ? `${row.speed} samples/s, measured with ${FIT.measured}` : "not measured";
+    const measured = row.cost === null ? "" : `, measured in text classification at this command's learning rate, ${row.rate}`;
     return commandBox(
       `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${size}, predicted:`,
       row.command,
-      `Measured: speed ${speed}; loss of accuracy ${lost(row)}.`,
+      `Loss of accuracy${measured}: ${lost(row)}. Speed: ${speed}.`,
     );
   }
 
@@ -381,8 +383,9 @@
     }
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
     question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
-    const made = FIT.models[question.model].made;
-    const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
+    const { made } = FIT.models[question.model];
+    const all = (name) => [...new Set(made.map((each) => each[name]))].join(", ");
+    const source = `Predicted at commit ${all("commit")} with PyTorch ${all("torch")} and transformers ${all("transformers")}.`;
     const missing = `The page has no figures of this model for ${question.missing.join("; ")}. The planner has them.`;
     const answers = bars(rows, question);
     const box = element("div", {}, rowBox(question.chosen));

@@ -1,7 +1,7 @@
 """The stored figures of docs/will_it_fit.md: data.js, which is JSON behind `const FIT = `."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data.js"
@@ -24,13 +24,6 @@ def write(data: dict) -> None:
         for key, peaks in rows.items():
             rows[key] = [peaks[0], *(peak[3:] if peak[:3] == peaks[0][:3] else peak for peak in peaks[1:])]
     DATA.write_text(f"{START}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
-
-
-def on_one_gpu(data: dict, models: Collection[dict[str, list]]) -> Iterator[tuple[int, str, dict]]:
-    """Yield the number, rung and facts of each row for one GPU that all these models have peaks of."""
-    for number, facts in enumerate(data["rows"]):
-        if facts["single"] and all(str(number) in peaks for peaks in models):
-            yield number, facts["rung"], facts
 
 
 def _rows(data: dict) -> Iterator[dict[str, list]]:
