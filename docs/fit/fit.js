@@ -150,13 +150,15 @@
     const batch = choose("batch", FIT.sizes, 1);
     const gpus = choose("gpus", FIT.gpu_counts, 1);
     const rank = choose("rank", FIT.lora_ranks, FIT.lora_rank);
+    const positive = (name) => (Number(given.get(name)) > 0 ? Number(given.get(name)) : undefined);
     const gpu = given.get("gpu") ?? "RTX 4090";
     const known = FIT.gpus.find(([name]) => name === gpu);
-    const own = Number(gpu) > 0 ? Number(gpu) : 24;
-    const [name, gigabytes, old, overhead] = known ?? [OWN, own, given.get("old") === "1" ? 1 : 0, 0];
+    const own = [OWN, positive("gpu") ?? 24, given.get("old") === "1" ? 1 : 0, 0];
+    const [name, gigabytes, old, overhead] = known ?? own;
     const memory = known ? gigabytes * GB : cardMemory(gigabytes);
-    const host = Number(given.get("host")) > 0 ? Number(given.get("host")) : gpus * FIT.host_memory;
-    if (!known && !(Number(gpu) > 0)) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
+    if (!known && !positive("gpu")) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
+    const usual = gpus * FIT.host_memory;
+    const host = choose("host", [positive("host") ?? usual], usual);
     const rest = { hide: given.get("hide") === "1", row: given.get("row"), replaced, missing: [], pasted, unknown, config: pasted.label ? "" : (given.get("config") ?? "") };
     return { model, task, length, lengths, batch, gpu: name, gigabytes, memory, overhead, host, old, gpus, rank, ...rest };
   }
