@@ -188,44 +188,40 @@
     return element("div", { className: "fit-field" }, element("label", { htmlFor: control.id, textContent: label }), control);
   }
 
-  function select(name, values, chosen) {
-    const made = element("select", { name });
-    for (const [value, text] of values) {
-      made.append(element("option", { value, textContent: text, selected: String(value) === String(chosen) }));
-    }
-    return made;
+  // Return a labelled list to choose from; `texts`: what it shows instead of the values.
+  function select(label, name, values, chosen, texts = values) {
+    const options = values.map((value, number) =>
+      element("option", { value, textContent: texts[number], selected: String(value) === String(chosen) }),
+    );
+    return field(label, element("select", { name }, ...options));
   }
 
   function form(question) {
-    const names = Object.keys(FIT.models).map((name) => [name, name]);
-    const chosen = question.unknown ? PASTED : question.model;
-    const tasks = Object.keys(question.unknown ? TASKS : FIT.models[question.model].tasks);
+    const { unknown } = question;
+    const models = [...(unknown ? [PASTED] : []), ...Object.keys(FIT.models)];
+    const tasks = Object.keys(unknown ? TASKS : FIT.models[question.model].tasks);
+    const texts = question.task !== "image-classification";
+    const own = question.gpu === OWN;
+    const names = [...FIT.gpus.map(([name]) => name), OWN];
+    const sizes = [...FIT.gpus.map(([name, size]) => `${name}, ${size.toFixed(1)} GB`), OWN];
+    const number = (label, name) =>
+      field(label, element("input", { name, type: "number", min: "1", max: "10000", step: "any", value: question[name] }));
     const fields = [
-      field("Model", select("model", [...(question.unknown ? [[PASTED, PASTED]] : []), ...names], chosen)),
-      field("Task", select("task", tasks.map((task) => [task, TASKS[task]]), question.task)),
-    ];
-    if (question.task !== "image-classification") {
-      const lengths = question.lengths.map((length) => [length, `${length} tokens`]);
-      fields.push(field("Length of the texts", select("length", lengths, question.length)));
-    }
-    fields.push(field("Samples in a micro-batch", select("batch", FIT.sizes.map((size) => [size, size]), question.batch)));
-    const gpus = FIT.gpus.map(([name, size]) => [name, `${name}, ${size.toFixed(1)} GB`]);
-    fields.push(field("GPU", select("gpu", [...gpus, [OWN, OWN]], question.gpu)));
-    const number = (name) =>
-      element("input", { name, type: "number", min: "1", max: "10000", step: "any", value: question[name] });
-    if (question.gpu === OWN) {
-      const size = number("gigabytes");
-      const years = [[0, "8.0 or higher"], [1, "below 8.0"]];
-      fields.push(field("Its memory in GB", size), field("Compute capability", select("old", years, question.old)));
-    }
-    fields.push(field("Number of GPUs", select("gpus", FIT.gpu_counts.map((count) => [count, count]), question.gpus)));
-    fields.push(field("CPU memory in GB", number("host")));
-    fields.push(field("Rank of adapters", select("rank", FIT.lora_ranks.map((each) => [each, each]), question.rank)));
-    const hide = [["", "shown"], ["1", "hidden"]];
-    fields.push(field("What does not fit is", select("hide", hide, question.hide ? "1" : "")));
+      select("Model", "model", models, unknown ? PASTED : question.model),
+      select("Task", "task", tasks, question.task, tasks.map((task) => TASKS[task])),
+      texts && select("Length in tokens", "length", question.lengths, question.length),
+      select("Samples in a micro-batch", "batch", FIT.sizes, question.batch),
+      select("GPU", "gpu", names, question.gpu, sizes),
+      own && number("Its memory in GB", "gigabytes"),
+      own && select("Compute capability", "old", [0, 1], question.old, ["8.0 or higher", "below 8.0"]),
+      select("Number of GPUs", "gpus", FIT.gpu_counts, question.gpus),
+      number("CPU memory in GB", "host"),
+      select("Rank of adapters", "rank", FIT.lora_ranks, question.rank),
+      select("What does not fit is", "hide", ["", "1"], question.hide ? "1" : "", ["shown", "hidden"]),
+    ].filter(Boolean);
     const area = element("textarea", { name: "config", id: "fit-config", rows: 5, value: question.config, spellcheck: false });
     const hint = element("label", { htmlFor: area.id, textContent: "Paste the model's config.json" });
-    const paste = element("details", { className: "fit-paste", open: Boolean(question.unknown || question.pasted.problem) },
+    const paste = element("details", { className: "fit-paste", open: Boolean(unknown || question.pasted.problem) },
       element("summary", { textContent: "The model is not in the list" }), hint, area);
     return element("form", { className: "fit-form" }, ...fields, paste);
   }
@@ -379,10 +375,8 @@
 
   // Return the answer: legend, bars with the command in the chosen row, link, table and source.
   function results(rows, question) {
-    for (const all of [1, 0]) {
-      const best = rows.find((row) => row.all === all && row.verdict === "fits");
-      if (best) best.best = true; // the planner's answer for all weights, and the one for adapters
-    }
+    const best = (all) => rows.find((row) => row.all === all && row.verdict === "fits");
+    for (const row of [best(1), best(0)]) if (row) row.best = true; // the planner's answers for all weights, and adapters
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
     question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
     const { made } = FIT.models[question.model];
