@@ -330,7 +330,8 @@
     const memory = `${gigabytes(question.memory)} GB`;
     const gpu = question.gpu === OWN ? memory : `the ${question.gpu} (${memory})`;
     const count = `${fitting.length} of ${rows.length} techniques fit ${gpu} and ${question.host} GB of CPU memory.`;
-    return fitting.length ? count : `${count} Try shorter texts, a smaller micro-batch, or several GPUs.`;
+    const more = rows.some((row) => row.verdict === "host") ? "more CPU memory, " : "";
+    return fitting.length ? count : `${count} Try ${more}shorter texts, a smaller micro-batch, or several GPUs.`;
   }
 
   const page = document.getElementById("fit");
@@ -378,7 +379,8 @@
     const best = (all) => rows.find((row) => row.all === all && row.verdict === "fits");
     for (const row of [best(1), best(0)]) if (row) row.best = true; // the planner's answers for all weights, and adapters
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
-    question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
+    const least = rows.reduce((one, other) => (other.high < one.high ? other : one));
+    question.chosen = known ?? rows.find((row) => row.best) ?? least;
     const { made } = FIT.models[question.model];
     const all = (name) => [...new Set(made.map((each) => each[name]))].join(", ");
     const source = `Predicted at commit ${all("commit")} with PyTorch ${all("torch")} and transformers ${all("transformers")}.`;
