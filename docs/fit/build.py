@@ -117,22 +117,16 @@ class Row(NamedTuple):
             return False
         return task == TEXTS or not self.texts
 
-    def facts(self, measured: Candidate, one_by_one: Candidate) -> dict:
-        """Return what the form needs.
-
-        Args:
-            measured: With the speed and the accuracy of text classification.
-            one_by_one: The same with micro-batches of one sample.
-        """
+    def facts(self, one_by_one: Candidate, measured: Candidate) -> dict:
+        """Return what the form needs, of text classification with micro-batches of one and of two samples."""
         settings = measured.settings
         flags = {"whole": takes_whole_batch(self.rung), "all": trains_all(settings), "adapters": bool(settings.lora),
                  "single": self.single, "several": self.several}  # fmt: skip
         costs = [accuracy_cost(vars(each.settings)) for each in (one_by_one, measured)]
         rate = own_rate(vars(settings) | {"from_scratch": False}) or settings.learning_rate
         facts = {"rung": self.rung, "options": " ".join(self.options), "title": self.title, "old": self.old}
-        facts |= {"base": self.base, "speed": measured.speed, "rate": f"{rate:g}"}
-        facts["costs"] = [cost and cost["words"] for cost in costs]
-        return facts | {name: int(flag) for name, flag in flags.items()}
+        facts |= {"base": self.base, "speed": measured.speed, "costs": [cost and cost["words"] for cost in costs]}
+        return facts | {"rate": f"{rate:g}"} | {name: int(flag) for name, flag in flags.items()}
 
 
 ROWS = (
@@ -433,7 +427,7 @@ def describe_plans() -> dict:
     candidates = {task: read_rows(task) for task in (TEXTS, ANSWERS, IMAGES)}
     usual = Settings.lora_rank
     return {
-        "rows": [row.facts(*(candidates[TEXTS][number, size] for size in (2, 1))) for number, row in enumerate(ROWS)],
+        "rows": [row.facts(*(candidates[TEXTS][number, size] for size in (1, 2))) for number, row in enumerate(ROWS)],
         "order": {
             task: [[order_rows(rows, gpus, rank) for rank in (usual, 2 * usual)] for gpus in (1, 2)]
             for task, rows in candidates.items()
