@@ -31,8 +31,10 @@ import torch
 import transformers
 
 from fabric_ladder.data.hub import find_shipped_config
-from fabric_ladder.ladder import CHECKPOINTING, IN_4_BITS, LEAN, ON_HOST, row_of
+from fabric_ladder.errors import UserError
+from fabric_ladder.ladder import ADAM_IN_4_BITS, CHECKPOINTING, FAST, IN_4_BITS, LEAN, ON_HOST, row_of
 from fabric_ladder.models.layers import meta_model
+from fabric_ladder.options import own_rate
 from fabric_ladder.planning.candidates import Candidate, read_candidates, read_settings
 from fabric_ladder.planning.gpus import ANY, GPUS, Gpu, find_gpu
 from fabric_ladder.planning.measured import MEASURED, accuracy_cost
@@ -86,6 +88,7 @@ class Row(NamedTuple):
         title: The technique in words.
         old: Its figures on a GPU that only emulates bfloat16: `own`, `same` as on all GPUs, or empty: it does not suit.
         base: The row with the memory of its passes, to which `shares` are added; None: it has figures of its own.
+        texts: Whether it is only for text classification, whose measured speed makes it the planner's choice.
     """
 
     rung: str
@@ -93,6 +96,7 @@ class Row(NamedTuple):
     title: str
     old: str = ""
     base: int | None = None
+    texts: bool = False
 
     @property
     def several(self) -> bool:
@@ -105,14 +109,24 @@ class Row(NamedTuple):
         """Whether it runs on one GPU."""
         return not self.several or self.options in row_of(self.rung).planned(1)
 
-    def facts(self, measured: Candidate) -> dict:
-        """Return what the form needs; `measured`: with the speed and the accuracy of text classification."""
-        flags = {"whole": takes_whole_batch(self.rung), "all": trains_all(measured.settings),
-                 "adapters": bool(measured.settings.lora), "single": self.single, "several": self.several}  # fmt: skip
-        cost = accuracy_cost(vars(measured.settings))
+    def suits(self, task: str, words: list[str]) -> bool:
+        """Return whether the form has it for a task and a model; some models cannot be packed."""
+        try:
+            read_settings(self.rung, [*words, *self.options], 1 if self.single else 2)
+        except UserError:
+            return False
+        return task == TEXTS or not self.texts
+
+    def facts(self, one_by_one: Candidate, measured: Candidate) -> dict:
+        """Return what the form needs, of text classification with micro-batches of one and of two samples."""
+        settings = measured.settings
+        flags = {"whole": takes_whole_batch(self.rung), "all": trains_all(settings), "adapters": bool(settings.lora),
+                 "single": self.single, "several": self.several}  # fmt: skip
+        costs = [accuracy_cost(vars(each.settings)) for each in (one_by_one, measured)]
+        rate = own_rate(vars(settings) | {"from_scratch": False}) or settings.learning_rate
         facts = {"rung": self.rung, "options": " ".join(self.options), "title": self.title, "old": self.old}
-        facts |= {"base": self.base, "speed": measured.speed, "cost": cost and cost["words"]}
-        return facts | {name: int(flag) for name, flag in flags.items()}
+        facts |= {"base": self.base, "speed": measured.speed, "costs": [cost and cost["words"] for cost in costs]}
+        return facts | {"rate": f"{rate:g}"} | {name: int(flag) for name, flag in flags.items()}
 
 
 ROWS = (
@@ -157,6 +171,11 @@ ROWS = (
         "DeepSpeed ZeRO 3 in CPU memory, checkpointing",
         base=31,
     ),
+    Row("18_low_bit_optimizer", ADAM_IN_4_BITS, "4-bit Adam"),
+    Row("18_low_bit_optimizer", (*ADAM_IN_4_BITS, *CHECKPOINTING), "4-bit Adam, checkpointing"),
+    Row("15_packing", (), "Mixed precision, packed texts", "own", texts=True),
+    Row("16_bf16_that_learns", FAST, "bfloat16 with Kahan summation, packed texts, compiled", texts=True),
+    Row("10_fsdp", (), "Weights and optimizer sharded (FSDP)"),
 )
 
 
@@ -227,23 +246,32 @@ def shares(settings: Settings, counts: Counts) -> list[int]:
 def read_rows(task: str) -> dict[tuple[int, int], Candidate]:
     """Return the planner's candidates by the number of the row and by the size of the micro-batch; 1, 2 and 16.
 
-    Techniques for several GPUs have two.
+    Techniques for several GPUs have two. Rows that do not suit the task are left out.
     """
-    name, _, lengths = next(model for model in MODELS.values() if task in model[1])
-    found = {}
+    words, found = _words(next(label for label, model in MODELS.items() if task in model[1]), task), {}
     for number, row in enumerate(ROWS):
+        if not row.suits(task, words):
+            continue
         gpus = 1 + row.several
         for size in (1, 2, 16):
             sizes = ["--micro_batch_size", str(size), "--batch_size", str(effective_batch(size, gpus))]
             if takes_whole_batch(row.rung):
                 sizes = ["--batch_size", str(size)]
-            words = ["--model", str(find_shipped_config(name)), "--max_length", str(lengths[0] or 1024), *sizes]
-            [found[number, size]], _ = read_candidates([(row.rung, row.options)], [*words, "--task", task], gpus)
+            [found[number, size]], _ = read_candidates([(row.rung, row.options)], [*words, *sizes], gpus)
     return found
 
 
+def _words(label: str, task: str) -> list[str]:
+    """Return a model with its shortest length, and the task, as words of a command line."""
+    name, _, lengths = MODELS[label]
+    return ["--model", str(find_shipped_config(name)), "--max_length", str(lengths[0] or 1024), "--task", task]
+
+
 def order_rows(candidates: dict[tuple[int, int], Candidate], gpus: int, lora_rank: int) -> list[list[int]]:
-    """Return the planner's rank of each row for each of SIZES: the best is 0, equal ranks have equal numbers."""
+    """Return the planner's rank of each row for each of SIZES: the best is 0, equal ranks have equal numbers.
+
+    A row without candidates has None.
+    """
     ranks = {}
     for (number, size), candidate in candidates.items():
         changes = {"devices": gpus if ROWS[number].several else 1}
@@ -252,23 +280,27 @@ def order_rows(candidates: dict[tuple[int, int], Candidate], gpus: int, lora_ran
         changed = candidate._replace(settings=replace(candidate.settings, **changes))
         ranks[number, size] = changed.rank
     places = sorted({*ranks.values()})
-    return [[places.index(ranks[row, size if size in (1, 16) else 2]) for size in SIZES] for row in range(len(ROWS))]
+    known = [[ranks.get((row, size if size in (1, 16) else 2)) for size in SIZES] for row in range(len(ROWS))]
+    return [[rank and places.index(rank) for rank in ranks_of_row] for ranks_of_row in known]
 
 
 def describe_model(label: str, task: str, candidates: dict[tuple[int, int], Candidate]) -> dict:
     """Return in MB what does not depend on the length and on the micro-batch.
 
     Returns:
-        `host`: the CPU memory of each row, `shares`: what sharding adds to it, both for each of GPU_COUNTS, and
-        `adapters`: for adapters on attention and on all linear layers, their weights for each rank, and their number.
+        `host`: the CPU memory of each row, empty if it does not suit the model, `shares`: what sharding adds to it,
+        both for each of GPU_COUNTS, and `adapters`: for adapters on attention and on all linear layers, their weights
+        for each rank, and their number.
     """
-    name, _, lengths = MODELS[label]
-    path = str(find_shipped_config(name))
-    words = ["--model", path, "--task", task, "--max_length", str(lengths[0] or 1024)]
+    words = _words(label, task)
+    path = words[1]
     found = {"host": [], "shares": {}, "adapters": [count_adapters(words, targets) for targets in TARGETS]}
     model = deepcopy(meta_model(replace(candidates[0, 2].settings, model=path)))
     counted = [count_parameters(model), count_parameters(model.requires_grad_(False))]  # trained, and frozen
     for number, row in enumerate(ROWS):
+        if not row.suits(task, words):
+            found["host"].append([])
+            continue
         settings = replace(candidates[number, 2].settings, model=path)
         counts = counted[bool(settings.lora)]
         sizes, added = [], []
@@ -320,9 +352,10 @@ def predict_model(name: str, task: str, lengths: tuple[int, ...], keys: set[str]
     return found
 
 
-def list_keys(rungs: list[str]) -> set[str]:
-    """Return the keys of the figures of some rungs, or of all."""
-    own = {str(number): row for number, row in enumerate(ROWS) if row.base is None and (not rungs or row.rung in rungs)}
+def list_keys(host: list[list[int]], rungs: list[str]) -> set[str]:
+    """Return the keys of the figures of some rungs, or of all; `host`: as `describe_model` returns it."""
+    own = {str(number): row for number, row in enumerate(ROWS)
+           if row.base is None and host[number] and (not rungs or row.rung in rungs)}  # fmt: skip
     return {*own, *(f"{number}old" for number, row in own.items() if row.old == "own")}
 
 
@@ -371,23 +404,20 @@ def main() -> None:
         for label in wanted:
             name, model_tasks, lengths = MODELS[label]
             for task in model_tasks:
-                keys = list_keys(arguments.rungs)
+                keys = list_keys(planned["facts"][label][task]["host"], arguments.rungs)
                 if arguments.missing:
                     keys -= kept.get(label, {}).get("tasks", {}).get(task, {}).get(str(lengths[-1]), {}).keys()
-                path = str(find_shipped_config(name))
-                tasks[pool.submit(predict_model, path, task, lengths, keys)] = (label, task, keys)
+                if keys:
+                    path = str(find_shipped_config(name))
+                    tasks[pool.submit(predict_model, path, task, lengths, keys)] = (label, task)
         for done in as_completed(tasks):
-            label, task, keys = tasks[done]
-            model = kept.setdefault(label, {"name": MODELS[label][0], "tasks": {}})
+            label, task = tasks[done]
+            model = kept.setdefault(label, {"name": MODELS[label][0], "tasks": {}, "made": []})
+            known = model["tasks"].setdefault(task, {})
+            replaced = all(known.get(length, {}).keys() <= rows.keys() for length, rows in done.result().items())
             for length, rows in done.result().items():
-                known = model["tasks"].setdefault(task, {}).setdefault(length, {})
-                known |= rows
-            if keys == list_keys([]):
-                model["made"] = made
-                model.pop("rungs", None)
-            else:
-                rungs = {ROWS[int(key.removesuffix("old"))].rung for key in keys}
-                model["rungs"] = model.get("rungs", {}) | dict.fromkeys(sorted(rungs), made)
+                known[length] = known.get(length, {}) | rows
+            model["made"] = [each for each in model["made"] if each != made and not replaced] + [made]
             _write(kept, planned)
             print(label, task, flush=True)
 
@@ -397,7 +427,7 @@ def describe_plans() -> dict:
     candidates = {task: read_rows(task) for task in (TEXTS, ANSWERS, IMAGES)}
     usual = Settings.lora_rank
     return {
-        "rows": [row.facts(candidates[TEXTS][number, 2]) for number, row in enumerate(ROWS)],
+        "rows": [row.facts(*(candidates[TEXTS][number, size] for size in (1, 2))) for number, row in enumerate(ROWS)],
         "order": {
             task: [[order_rows(rows, gpus, rank) for rank in (usual, 2 * usual)] for gpus in (1, 2)]
             for task, rows in candidates.items()

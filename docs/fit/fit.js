@@ -65,7 +65,7 @@
     const order = FIT.order[question.task][question.gpus > 1 ? 1 : 0][question.rank === FIT.lora_rank ? 0 : 1];
     const column = FIT.sizes.indexOf(question.batch);
     const rows = FIT.rows.flatMap((facts, number) => {
-      if ((question.old && !facts.old) || (question.gpus === 1 && !facts.single)) return [];
+      if ((question.old && !facts.old) || (question.gpus === 1 && !facts.single) || !host[number].length) return [];
       const peak = peakOf(question, facts, number);
       if (!peak) return question.missing.push(`${facts.rung.split("_")[0]} ${facts.title}`) && [];
       const several = facts.several && question.gpus > 1;
@@ -79,8 +79,9 @@
       let verdict = high <= question.memory ? "fits" : low <= question.memory ? "close" : "no";
       const needed = host[number][several ? FIT.gpu_counts.indexOf(question.gpus) : 0] * 1e6;
       if (verdict !== "no" && needed > question.host * GB) verdict = "host";
-      const row = { ...facts, parts, low, expected, high, verdict, place: order[number][column], host: needed };
-      if (facts.adapters && question.rank !== FIT.lora_rank) row.cost = null;
+      const usual = !facts.adapters || question.rank === FIT.lora_rank;
+      const cost = usual ? facts.costs[question.batch === 1 ? 0 : 1] : null; // the first one for a batch of one sample
+      const row = { ...facts, parts, low, expected, high, verdict, place: order[number][column], host: needed, cost };
       return [{ ...row, command: command(question, facts) }];
     });
     return rows.sort((one, other) => rank(one) - rank(other) || one.place - other.place || one.expected - other.expected);
@@ -149,13 +150,15 @@
     const batch = choose("batch", FIT.sizes, 1);
     const gpus = choose("gpus", FIT.gpu_counts, 1);
     const rank = choose("rank", FIT.lora_ranks, FIT.lora_rank);
+    const positive = (name) => (Number(given.get(name)) > 0 ? Number(given.get(name)) : undefined);
     const gpu = given.get("gpu") ?? "RTX 4090";
     const known = FIT.gpus.find(([name]) => name === gpu);
-    const own = Number(gpu) > 0 ? Number(gpu) : 24;
-    const [name, gigabytes, old, overhead] = known ?? [OWN, own, given.get("old") === "1" ? 1 : 0, 0];
+    const own = [OWN, positive("gpu") ?? 24, given.get("old") === "1" ? 1 : 0, 0];
+    const [name, gigabytes, old, overhead] = known ?? own;
     const memory = known ? gigabytes * GB : cardMemory(gigabytes);
-    const host = Number(given.get("host")) > 0 ? Number(given.get("host")) : gpus * FIT.host_memory;
-    if (!known && !(Number(gpu) > 0)) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
+    if (!known && !positive("gpu")) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
+    const usual = gpus * FIT.host_memory;
+    const host = choose("host", [positive("host") ?? usual], usual);
     const rest = { hide: given.get("hide") === "1", row: given.get("row"), replaced, missing: [], pasted, unknown, config: pasted.label ? "" : (given.get("config") ?? "") };
     return { model, task, length, lengths, batch, gpu: name, gigabytes, memory, overhead, host, old, gpus, rank, ...rest };
   }
@@ -185,44 +188,40 @@
     return element("div", { className: "fit-field" }, element("label", { htmlFor: control.id, textContent: label }), control);
   }
 
-  function select(name, values, chosen) {
-    const made = element("select", { name });
-    for (const [value, text] of values) {
-      made.append(element("option", { value, textContent: text, selected: String(value) === String(chosen) }));
-    }
-    return made;
+  // Return a labelled list to choose from; `texts`: what it shows instead of the values.
+  function select(label, name, values, chosen, texts = values) {
+    const options = values.map((value, number) =>
+      element("option", { value, textContent: texts[number], selected: String(value) === String(chosen) }),
+    );
+    return field(label, element("select", { name }, ...options));
   }
 
   function form(question) {
-    const names = Object.keys(FIT.models).map((name) => [name, name]);
-    const chosen = question.unknown ? PASTED : question.model;
-    const tasks = Object.keys(question.unknown ? TASKS : FIT.models[question.model].tasks);
+    const { unknown } = question;
+    const models = [...(unknown ? [PASTED] : []), ...Object.keys(FIT.models)];
+    const tasks = Object.keys(unknown ? TASKS : FIT.models[question.model].tasks);
+    const texts = question.task !== "image-classification";
+    const own = question.gpu === OWN;
+    const names = [...FIT.gpus.map(([name]) => name), OWN];
+    const sizes = [...FIT.gpus.map(([name, size]) => `${name}, ${size.toFixed(1)} GB`), OWN];
+    const number = (label, name) =>
+      field(label, element("input", { name, type: "number", min: "1", max: "10000", step: "any", value: question[name] }));
     const fields = [
-      field("Model", select("model", [...(question.unknown ? [[PASTED, PASTED]] : []), ...names], chosen)),
-      field("Task", select("task", tasks.map((task) => [task, TASKS[task]]), question.task)),
-    ];
-    if (question.task !== "image-classification") {
-      const lengths = question.lengths.map((length) => [length, `${length} tokens`]);
-      fields.push(field("Length of the texts", select("length", lengths, question.length)));
-    }
-    fields.push(field("Samples in a micro-batch", select("batch", FIT.sizes.map((size) => [size, size]), question.batch)));
-    const gpus = FIT.gpus.map(([name, size]) => [name, `${name}, ${size.toFixed(1)} GB`]);
-    fields.push(field("GPU", select("gpu", [...gpus, [OWN, OWN]], question.gpu)));
-    const number = (name) =>
-      element("input", { name, type: "number", min: "1", max: "10000", step: "any", value: question[name] });
-    if (question.gpu === OWN) {
-      const size = number("gigabytes");
-      const years = [[0, "8.0 or higher"], [1, "below 8.0"]];
-      fields.push(field("Its memory in GB", size), field("Compute capability", select("old", years, question.old)));
-    }
-    fields.push(field("Number of GPUs", select("gpus", FIT.gpu_counts.map((count) => [count, count]), question.gpus)));
-    fields.push(field("CPU memory in GB", number("host")));
-    fields.push(field("Rank of adapters", select("rank", FIT.lora_ranks.map((each) => [each, each]), question.rank)));
-    const hide = [["", "shown"], ["1", "hidden"]];
-    fields.push(field("What does not fit is", select("hide", hide, question.hide ? "1" : "")));
+      select("Model", "model", models, unknown ? PASTED : question.model),
+      select("Task", "task", tasks, question.task, tasks.map((task) => TASKS[task])),
+      texts && select("Length in tokens", "length", question.lengths, question.length),
+      select("Samples in a micro-batch", "batch", FIT.sizes, question.batch),
+      select("GPU", "gpu", names, question.gpu, sizes),
+      own && number("Its memory in GB", "gigabytes"),
+      own && select("Compute capability", "old", [0, 1], question.old, ["8.0 or higher", "below 8.0"]),
+      select("Number of GPUs", "gpus", FIT.gpu_counts, question.gpus),
+      number("CPU memory in GB", "host"),
+      select("Rank of adapters", "rank", FIT.lora_ranks, question.rank),
+      select("What does not fit is", "hide", ["", "1"], question.hide ? "1" : "", ["shown", "hidden"]),
+    ].filter(Boolean);
     const area = element("textarea", { name: "config", id: "fit-config", rows: 5, value: question.config, spellcheck: false });
     const hint = element("label", { htmlFor: area.id, textContent: "Paste the model's config.json" });
-    const paste = element("details", { className: "fit-paste", open: Boolean(question.unknown || question.pasted.problem) },
+    const paste = element("details", { className: "fit-paste", open: Boolean(unknown || question.pasted.problem) },
       element("summary", { textContent: "The model is not in the list" }), hint, area);
     return element("form", { className: "fit-form" }, ...fields, paste);
   }
@@ -269,7 +268,7 @@
   }
 
   // Return the measured loss of accuracy in the planner's words.
-  const lost = ({ cost }) => (cost === "" ? "none" : (cost?.replace(" of accuracy", "") ?? "–"));
+  const lost = ({ cost }) => (cost === "" ? "none (MiniLM)" : (cost?.replace(" of accuracy", "") ?? "not measured"));
 
   function table(rows) {
     const names = ["Technique", "Verdict", ...PARTS, "expected", "low", "high", "CPU memory", "samples/s", "loss of accuracy"];
@@ -282,7 +281,7 @@
       if (row.best) line.dataset.best = "";
       return line;
     });
-    const caption = element("caption", { textContent: `Predicted GPU memory in GB, and CPU memory. Activations include the logits. Measured: samples/s of ${FIT.measured}, and accuracy with MiniLM.` });
+    const caption = element("caption", { textContent: `Predicted GPU memory in GB, and CPU memory. Activations include the logits. Measured: samples/s of ${FIT.measured}, and accuracy of text classification with MiniLM at the learning rate of the command.` });
     const made = element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...body));
     const frame = element("div", { className: "fit-table", tabIndex: 0 }, made);
     frame.setAttribute("role", "region");
@@ -317,11 +316,12 @@
 
   function rowBox(row) {
     const size = `${gigabytes(row.low)} to ${gigabytes(row.high)} GB and ${gigabytes(row.host)} GB of CPU memory`;
-    const speed = row.speed ? `${row.speed} samples/s (${FIT.measured})` : "–";
+    const speed = row.speed ? `${row.speed} samples/s, measured with ${FIT.measured}` : "not measured";
+    const measured = row.cost === null ? "" : `, measured in text classification at this command's learning rate, ${row.rate}`;
     return commandBox(
       `Rung ${row.rung.split("_")[0]}, ${row.title}, takes ${size}, predicted:`,
       row.command,
-      `Measured: speed ${speed}; loss of accuracy ${lost(row)}.`,
+      `Loss of accuracy${measured}: ${lost(row)}. Speed: ${speed}.`,
     );
   }
 
@@ -330,7 +330,8 @@
     const memory = `${gigabytes(question.memory)} GB`;
     const gpu = question.gpu === OWN ? memory : `the ${question.gpu} (${memory})`;
     const count = `${fitting.length} of ${rows.length} techniques fit ${gpu} and ${question.host} GB of CPU memory.`;
-    return fitting.length ? count : `${count} Try shorter texts, a smaller micro-batch, or several GPUs.`;
+    const more = rows.some((row) => row.verdict === "host") ? "more CPU memory, " : "";
+    return fitting.length ? count : `${count} Try ${more}shorter texts, a smaller micro-batch, or several GPUs.`;
   }
 
   const page = document.getElementById("fit");
@@ -375,14 +376,14 @@
 
   // Return the answer: legend, bars with the command in the chosen row, link, table and source.
   function results(rows, question) {
-    for (const all of [1, 0]) {
-      const best = rows.find((row) => row.all === all && row.verdict === "fits");
-      if (best) best.best = true; // the planner's answer for all weights, and the one for adapters
-    }
+    const best = (all) => rows.find((row) => row.all === all && row.verdict === "fits");
+    for (const row of [best(1), best(0)]) if (row) row.best = true; // the planner's answers for all weights, and adapters
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
-    question.chosen = known ?? rows.find((row) => row.best) ?? rows[0];
-    const made = FIT.models[question.model].made;
-    const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
+    const least = rows.reduce((one, other) => (other.high < one.high ? other : one));
+    question.chosen = known ?? rows.find((row) => row.best) ?? least;
+    const { made } = FIT.models[question.model];
+    const all = (name) => [...new Set(made.map((each) => each[name]))].join(", ");
+    const source = `Predicted at commit ${all("commit")} with PyTorch ${all("torch")} and transformers ${all("transformers")}.`;
     const missing = `The page has no figures of this model for ${question.missing.join("; ")}. The planner has them.`;
     const answers = bars(rows, question);
     const box = element("div", {}, rowBox(question.chosen));
