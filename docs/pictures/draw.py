@@ -96,8 +96,8 @@ def measured_peaks(figure: Figure, look: Look) -> None:
     names = {
         "2_grad_accum": "2 gradient accumulation", "4_mixed_precision": "4 mixed precision",
         "16_bf16_that_learns": "16 bfloat16, Kahan sum", "18_low_bit_optimizer": "18 Adam in 8 bits",
-        "5_low_precision": "5 bfloat16", "7_grad_checkpointing": "7 checkpointing", "13_lora": "13 LoRA",
-        "14_qlora": "14 QLoRA, 4 bits",
+        "5_low_precision": "5 bfloat16", "7_grad_checkpointing": "7 checkpointing", "13_lora": "13 LoRA on attention",
+        "14_qlora": "14 the same in 4 bits",
     }  # fmt: skip
     measured = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["entries"]
     found = [measured[f"memory: bloom-560m, {rung} {MEASURED[rung]}".strip()]["figures"] for rung in names]
