@@ -75,7 +75,7 @@ def bars(axes: Axes, look: Look, rows: dict[str, dict[str, float]], form: str) -
         for part, length in parts.items():
             axes.barh(number, length, left=start, color=look[part], edgecolor=look["back"], linewidth=0.8, height=0.7)
             start += length
-        ground = {"facecolor": look["back"], "edgecolor": "none", "pad": 1.5}
+        ground = {"facecolor": look["ground"], "edgecolor": "none", "pad": 1.5}
         axes.annotate(form.format(start), (start, number), (5, 0), textcoords="offset points", va="center", bbox=ground)
     axes.set_yticks(range(len(rows)), list(rows), color=look["ink"])
     axes.invert_yaxis()
