@@ -39,6 +39,7 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
     "13_lora": "--lora_targets attention", "14_qlora": "--lora_targets attention", "16_bf16_that_learns": "",
     "18_low_bit_optimizer": "",
 }  # fmt: skip
+NOT_RUN = {"29_streamed_training": " (not run on a GPU)"}  # remarks in the table of cards
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
@@ -162,7 +163,7 @@ def cards() -> list[str]:
             high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]
             host = data["facts"][label][CARD_TASK]["host"][row][0] / 1e3
             if own == kind and high <= memory and host <= data["host_memory"]:
-                said = f"{label}, [{number(rung)}](techniques/{rung}.md), {high / 1e9:.1f} GB"
+                said = f"{label}, [{number(rung)}](techniques/{rung}.md){NOT_RUN.get(rung, '')}, {high / 1e9:.1f} GB"
                 fitting.append((data["order"][CARD_TASK][0][0][row][0], high, said))
         return min(fitting)[2] if fitting else None
 

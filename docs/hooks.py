@@ -19,11 +19,10 @@ def on_nav(nav, config, files):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Copy each file outside docs/ that a page of a technique links to onto the site."""
-    for path in (
-        re.findall(r"\]\(\.\./\.\./([^)#]+)\)", markdown) if page.file.src_uri.startswith("techniques/") else ()
-    ):
+    """Copy each file outside docs/ that a page links to onto the site."""
+    up = "../" * page.file.src_uri.count("/")  # to docs/
+    for path in re.findall(rf"\]\({re.escape(up)}\.\./([^)#]+)\)", markdown):
         if not files.get_file_from_path(path):
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
-        markdown = markdown.replace(f"](../../{path})", f"](../{path})")
+        markdown = markdown.replace(f"]({up}../{path})", f"]({up}{path})")
     return markdown

@@ -159,7 +159,7 @@
     if (!known && !positive("gpu")) replaced.push(`gpu ${gpu} (shown: ${OWN})`);
     const usual = gpus * FIT.host_memory;
     const host = choose("host", [positive("host") ?? usual], usual);
-    const rest = { hide: given.get("hide") === "1", row: given.get("row"), replaced, missing: [], pasted, unknown, config: pasted.label ? "" : (given.get("config") ?? "") };
+    const rest = { show: given.get("show") === "1", row: given.get("row"), replaced, missing: [], pasted, unknown, config: pasted.label ? "" : (given.get("config") ?? "") };
     return { model, task, length, lengths, batch, gpu: name, gigabytes, memory, overhead, host, old, gpus, rank, ...rest };
   }
 
@@ -174,7 +174,7 @@
     if (Number(question.rank) !== FIT.lora_rank) values.set("rank", question.rank);
     if (question.config) values.set("config", question.config.replace(/\s+/g, " "));
     if (own && question.old) values.set("old", "1");
-    if (question.hide) values.set("hide", "1");
+    if (question.show) values.set("show", "1");
     if (question.row) values.set("row", question.row);
     history.replaceState(null, "", `#${values}`);
   }
@@ -217,7 +217,7 @@
       select("Number of GPUs", "gpus", FIT.gpu_counts, question.gpus),
       number("CPU memory in GB", "host"),
       select("Rank of adapters", "rank", FIT.lora_ranks, question.rank),
-      select("What does not fit is", "hide", ["", "1"], question.hide ? "1" : "", ["shown", "hidden"]),
+      select("What does not fit is", "show", ["", "1"], question.show ? "1" : "", ["hidden", "shown"]),
     ].filter(Boolean);
     const area = element("textarea", { name: "config", id: "fit-config", rows: 5, value: question.config, spellcheck: false });
     const hint = element("label", { htmlFor: area.id, textContent: "Paste the model's config.json" });
@@ -247,12 +247,12 @@
     const made = element("fieldset", { className: "fit-rows" });
     made.append(element("legend", { textContent: "Choose a technique to see its command" }));
     for (const [number, row] of rows.entries()) {
-      if (question.hide && rank(row) === 2 && row !== question.chosen) continue;
+      if (!question.show && rank(row) === 2 && row !== question.chosen) continue;
       const radio = element("input", { type: "radio", name: "row", value: number, checked: row === question.chosen });
       const title = element("span", { className: "fit-title", textContent: `${row.rung.split("_")[0]} · ${row.title}` });
       const size = element("span", { className: "fit-size", textContent: `${gigabytes(row.expected)} GB` });
       const cpu = element("span", { className: "fit-size fit-cpu", textContent: `CPU ${gigabytes(row.host)} GB` });
-      const text = row.best ? "✓ planner's choice" : VERDICTS[row.verdict];
+      const text = row.best ?? VERDICTS[row.verdict];
       const verdict = element("span", { className: `fit-verdict fit-${row.verdict}`, textContent: text });
       made.append(element("label", { className: "fit-row" }, radio, title, size, cpu, verdict, bar(row, question, scale)));
     }
@@ -329,7 +329,7 @@
     const fitting = rows.filter((row) => row.verdict === "fits");
     const memory = `${gigabytes(question.memory)} GB`;
     const gpu = question.gpu === OWN ? memory : `the ${question.gpu} (${memory})`;
-    const count = `${fitting.length} of ${rows.length} techniques fit ${gpu} and ${question.host} GB of CPU memory.`;
+    const count = `${fitting.length} of ${rows.length} ways fit ${gpu} and ${question.host} GB of CPU memory.`;
     const more = rows.some((row) => row.verdict === "host") ? "more CPU memory, " : "";
     return fitting.length ? count : `${count} Try ${more}shorter texts, a smaller micro-batch, or several GPUs.`;
   }
@@ -377,7 +377,10 @@
   // Return the answer: legend, bars with the command in the chosen row, link, table and source.
   function results(rows, question) {
     const best = (all) => rows.find((row) => row.all === all && row.verdict === "fits");
-    for (const row of [best(1), best(0)]) if (row) row.best = true; // the planner's answers for all weights, and adapters
+    for (const row of [best(1), best(0)].filter(Boolean)) { // the planner's answers for all weights, and adapters
+      const kind = row.all ? `all weights${/ SGD/.test(row.title) ? " (SGD learns little)" : ""}` : "adapters";
+      row.best = row === rows[0] ? "✓ planner's choice" : `✓ choice for ${kind}`;
+    }
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
     const least = rows.reduce((one, other) => (other.high < one.high ? other : one));
     question.chosen = known ?? rows.find((row) => row.best) ?? least;

@@ -349,20 +349,18 @@ def lora(figure: Figure, look: Look) -> None:
     wide, tall, rank = 1024, 3072, 8
     source = "to scale, but B and A drawn twenty times too thick · query_key_value of BLOOM-560m"
     axes = canvas(figure, look, source, 13, 6.2)
-    height, width = 5.2, 1.1
-    box(axes, 1.0, 0.5, width, height, look["weights"])
-    box(axes, 5.0, 0.5, 20 * width * rank / wide, height, look["gradients"])
-    box(axes, 9.0, 2.9, width, 20 * height * rank / tall, look["gradients"])
-    names = {
-        "W, frozen": (2.3, tall, wide),
-        "up (B), trained": (5.4, tall, rank),
-        "down (A), trained": (10.3, rank, wide),
+    height, width, middle = 4.4, 0.93, 2.3
+    shapes = {
+        "W, frozen": (2.2, width, height, look["weights"], tall, wide),
+        "up (B), trained": (6.5, 20 * width * rank / wide, height, look["gradients"], tall, rank),
+        "down (A), trained": (10.8, width, 20 * height * rank / tall, look["gradients"], rank, wide),
     }
-    for name, (x, rows, columns) in names.items():
-        text = f"{name}\n{rows:,} × {columns:,}\n= {rows * columns:,}"
-        axes.text(x, 1.6, text, va="center", linespacing=1.4)
-    for x, text in ((4.3, "+"), (8.4, "×")):
-        axes.text(x, 3.0, text, ha="center", va="center", fontsize=18)
+    for name, (x, across, down, colour, rows, columns) in shapes.items():
+        box(axes, x - across / 2, middle - down / 2, across, down, colour)
+        text = f"{name}\n{rows:,} × {columns:,} = {rows * columns:,}"
+        axes.text(x, 5.4, text, ha="center", va="center", linespacing=1.4)
+    for x, text in ((4.35, "+"), (8.65, "×")):
+        axes.text(x, middle, text, ha="center", va="center", fontsize=18)
 
 
 @picture("14_qlora", 3.1)
