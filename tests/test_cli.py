@@ -210,7 +210,7 @@ def test_a_model_on_the_command_line_is_pretrained_even_if_the_file_has_from_scr
     assert notices == [line] * (not from_scratch)
 
 
-def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm):
+def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm, tmp_path):
     model = ["--model", str(minilm)]
     settings = parse_settings([*model, "--dataset", "tickets.csv", "--lora", "true"])
     assert (settings.learning_rate, settings.lora_targets, settings.pad_to_multiple_of) == (
@@ -223,6 +223,8 @@ def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm):
     )
     settings = parse_settings(model)
     assert (settings.dataset, settings.learning_rate, settings.max_length) == ("synthetic", Settings.learning_rate, 512)
+    (tmp_path / "short.json").write_text('{"model_type": "bert", "max_position_embeddings": 96}')
+    assert parse_settings(["--model", str(tmp_path / "short.json"), "--from_scratch", "true"]).max_length == 96
     assert parse_settings([*model, "--from_scratch", "true"]).learning_rate == 1e-3
     adapters = ["--config", "configs/quickstart.yaml", *model, "--lora", "true"]  # their rate is for these weights
     assert parse_settings(adapters).learning_rate == 2e-4
