@@ -96,6 +96,11 @@ def load_config(name: str) -> PretrainedConfig:
     return copy.deepcopy(_read_config(name, changed))
 
 
+def find_weights(folder: str) -> list[Path]:
+    """Return the files in a folder that may hold weights."""
+    return sorted(each for each in Path(folder).glob("*") if each.suffix in WEIGHTS)
+
+
 def hash_files(name: str | None, block: int = 2**16) -> str | None:
     """Return a hash of the config and the weights in a folder or a file; None: there is no such path here.
 
@@ -105,8 +110,8 @@ def hash_files(name: str | None, block: int = 2**16) -> str | None:
     if not name or not Path(name).exists():
         return None
     digest = hashlib.sha256()
-    inside = sorted(each for each in Path(name).glob("*") if each.name == "config.json" or each.suffix in WEIGHTS)
-    for path in inside or [Path(name)] * Path(name).is_file():
+    files = [Path(name)] if Path(name).is_file() else [*Path(name).glob("config.json"), *find_weights(name)]
+    for path in files:
         digest.update(str(size := path.stat().st_size).encode())
         with path.open("rb") as file:
             places = {0, size}
