@@ -74,11 +74,14 @@ def deciding(settings: dict) -> dict:
 
 
 def finished_run(folder: Path, settings: Settings) -> Path | None:
-    """Return the folder of a finished run with the same settings, later than its files of data, if there is one."""
+    """Return the folder of a finished run with the same settings and model, later than its files, if there is one."""
+    from fabric_ladder.data.hub import hash_files
     from fabric_ladder.options import find_file
 
     wanted = deciding(asdict(settings))
-    names = [name for name in (settings.dataset, settings.validation_file, settings.test_file) if name]
+    contents = {name: hash_files(wanted[name]) for name in ("model", "load")}
+    paths = ("dataset", "validation_file", "test_file", "tokenizer", "deepspeed")
+    names = [wanted[name] for name in paths if wanted[name]]
     files = [
         file for name in names if (path := find_file(name, settings.data_dir)) for file in (path, *path.rglob("*"))
     ]
@@ -88,7 +91,8 @@ def finished_run(folder: Path, settings: Settings) -> Path | None:
             continue
         try:
             found = read_outside(record)
-            if found["status"] == "finished" and deciding(found["settings"]) == wanted:
+            same = deciding(found["settings"]) == wanted and found.get("contents", contents) == contents
+            if found["status"] == "finished" and same:
                 return record.parent
         except (ValueError, LookupError, TypeError):
             continue  # a damaged or foreign file

@@ -3,12 +3,15 @@
 import dataclasses
 import os
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from support.data_files import write_rows
 from support.helpers import CONFIGS, MODELS, RUNGS
 
 from fabric_ladder import Settings, UserError, parse_settings
@@ -210,7 +213,7 @@ def test_a_model_on_the_command_line_is_pretrained_even_if_the_file_has_from_scr
     assert notices == [line] * (not from_scratch)
 
 
-def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm):
+def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm, tmp_path):
     model = ["--model", str(minilm)]
     settings = parse_settings([*model, "--dataset", "tickets.csv", "--lora", "true"])
     assert (settings.learning_rate, settings.lora_targets, settings.pad_to_multiple_of) == (
@@ -223,6 +226,8 @@ def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm):
     )
     settings = parse_settings(model)
     assert (settings.dataset, settings.learning_rate, settings.max_length) == ("synthetic", Settings.learning_rate, 512)
+    (tmp_path / "short.json").write_text('{"model_type": "bert", "max_position_embeddings": 96}')
+    assert parse_settings(["--model", str(tmp_path / "short.json"), "--from_scratch", "true"]).max_length == 96
     assert parse_settings([*model, "--from_scratch", "true"]).learning_rate == 1e-3
     adapters = ["--config", "configs/quickstart.yaml", *model, "--lora", "true"]  # their rate is for these weights
     assert parse_settings(adapters).learning_rate == 2e-4
@@ -478,7 +483,7 @@ def test_a_name_too_long_for_a_file_is_refused_in_one_line(name):
     assert "\n" not in explain(caught.value)
 
 
-def test_check_only_refuses_unusable_folders_and_data(tmp_path):
+def test_check_only_refuses_unusable_folders_data_and_models_and_settings_that_do_not_suit_them(tmp_path, minilm):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for words in (["--check_only"], ["--check_only", "true"]):
@@ -489,6 +494,21 @@ def test_check_only_refuses_unusable_folders_and_data(tmp_path):
         ("--runs_dir", "loop/runs", "cannot write --runs_dir loop/runs (Too many levels of symbolic links)"),
         ("--dataset", "nowhere.csv", "there is no file or folder nowhere.csv"),
         ("--tokenizer", "./none", "there is no folder ./none"),
+        ("--tokenizer", str(minilm), "the tokenizer has 30,522 entries, "),
+        ("--class_weights", "1,2,3", "3 numbers for 2 classes; give one for each: negative, positive"),
+        ("--warmup_steps", "125", "--warmup_steps 125: the run has only 125 optimizer steps"),
+        ("--evaluate_every", "125", "--evaluate_every 125: an epoch has only 125 optimizer steps"),
+        ("--patience", "1", "--patience 1: the run has only 1 validation; add --evaluate_every N"),
     ):
-        assert line in refusal("--dataset", "synthetic", "--check_only", option, value)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "loop"}
+        assert line in refusal("--dataset", "synthetic", "--batch_size", "32", "--check_only", option, value)
+    (tmp_path / "loop").unlink()
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    write_rows([chat] * 9, tmp_path / "c.jsonl")
+    instructed = ["--task", "instruction-tuning", "--dataset", "c.jsonl", "--tokenizer", str(minilm)]
+    llama = ["--model", str(MODELS / "smollm2-135m.json"), "--from_scratch", "true", "--check_only"]
+    assert "the tokenizer has no chat template" in refusal(*llama, *instructed)
+    shutil.copy(MODELS / "bert-base-uncased.json", tmp_path / "config.json")
+    for file in Path(minilm).glob("*token*"):
+        shutil.copy(file, tmp_path)
+    assert "the folder . holds no usable weights" in refusal("--model", ".", "--from_scratch", "false", "--check_only")
+    assert not (tmp_path / "runs").exists()

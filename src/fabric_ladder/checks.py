@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 
 from fabric_ladder.data.class_weights import check_class_weights
+from fabric_ladder.data.hub import find_weights, reachable
 from fabric_ladder.data.kinds import check_kind
 from fabric_ladder.data.load import check_data
+from fabric_ladder.data.sampler import check_steps
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, read_size
@@ -87,14 +89,21 @@ def check(settings: Settings) -> None:
 
 
 def check_start(settings: Settings) -> list[str]:
-    """Refuse folders, data and a tokenizer that a run would refuse later; return lines about what it would read.
+    """Refuse what a run would refuse later because of its files; return lines about what it would read.
 
     Raises:
-        UserError: A folder, the data or the tokenizer cannot be used.
+        UserError: A folder, the data, the tokenizer or the model cannot be used, or does not suit another setting.
     """
     for option, folder in (("--runs_dir", settings.runs_dir), ("FABRIC_LADDER_CACHE", settings.cache_dir)):
         check_writable(Path(folder), f"{option} {folder}")
-    return check_data(settings)
+    lines, samples, names = check_data(settings)
+    if samples is not None:
+        check_steps(settings, samples)
+        check_class_weights(settings, names)
+    if Path(settings.model).is_dir() and not settings.from_scratch and not find_weights(settings.model):
+        with reachable(settings.model, "weights"):
+            raise OSError("it has no file of weights")
+    return lines
 
 
 def _check_mps(settings: Settings) -> None:

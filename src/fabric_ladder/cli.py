@@ -110,7 +110,7 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
         given: Values on the command line, `config` included.
         script: The script's own defaults.
     """
-    quickstart = "config" not in given and not torch.cuda.is_available()
+    quickstart = not {*given, *script} & {"config"} and not torch.cuda.is_available()  # a plan is for a GPU
     path = CONFIGS / "quickstart.yaml" if quickstart else None
     if "config" in given:
         path = find_config(given["config"])
@@ -131,6 +131,7 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
     settings, deepspeed = _with_dependent(settings, deepspeed, given)
     given = deepspeed | given
     if quickstart:
+        from_file.pop("max_length", None)  # the user has not chosen it: a model may have fewer positions
         what = "this is the quickstart (configs/quickstart.yaml), a small model with random weights"
         what = f"this trains {settings.model} with the values for a GPU" if pretrained else what
         data = settings.dataset if "dataset" in given else "synthetic reviews"

@@ -379,18 +379,16 @@ def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
     )
 
 
-def read_named_config(given: Mapping[str, object], standard: str | None = None) -> dict[str, object]:
+def read_named_config(given: Mapping[str, object]) -> dict[str, object]:
     """Return the settings in the YAML file that a command line names; none if there is no such file.
 
     Args:
         given: The command line's settings, as `read_words` returns them.
-        standard: The file to read if the command line names none.
 
     Raises:
         UserError: The named file does not exist, or is damaged.
     """
-    name = given.get("config", standard)
-    return {} if name is None else read_config(find_config(name))
+    return read_config(find_config(given["config"])) if "config" in given else {}
 
 
 def without_options(words: list[str], dropped: Collection[str]) -> list[str]:

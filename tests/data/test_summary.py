@@ -87,4 +87,5 @@ def test_a_check_keeps_nothing(tmp_path):
     assert [*tmp_path.iterdir()] == [path]
     write_pets(tmp_path / "pets")
     images = DataSettings(model=VIT, task="image-classification", dataset=str(tmp_path / "pets"))
-    assert check_data(images) == ["pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"]
+    line = "pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"
+    assert check_data(images) == ([line], 21, ["cat", "dog", "eel"])

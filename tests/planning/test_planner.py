@@ -411,6 +411,16 @@ def test_a_micro_batch_that_differs_from_the_config_is_in_the_command(tmp_path):
     assert (smallest.micro_batch, smallest.command.endswith("--micro_batch_size 1")) == (1, True)
 
 
+def test_a_plan_without_a_length_takes_the_positions_of_the_model_as_its_run_does(monkeypatch, plan):
+    monkeypatch.setenv("FABRIC_LADDER_DATA", "none")
+    words = ["--gpu", "T4", "--rungs", "2", "--model", BERT]
+    for options, length in (([], 512), (["--length", "300"], 300)):
+        out = " ".join(plan(*words, *options).split())
+        assert f" · samples of {length} tokens · " in out
+        assert f"--max_length 512: {BERT} has no more positions." in out
+        assert "--max_length" not in out.split(" Takes ")[0]
+
+
 def test_without_the_data_a_plan_is_for_the_longest_possible_sample(tmp_path, monkeypatch, plan):
     """The planner downloads nothing. A download would write IMDb's archive into `data`."""
     monkeypatch.setenv("FABRIC_LADDER_DATA", "data")

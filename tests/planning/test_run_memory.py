@@ -32,6 +32,11 @@ def test_a_setting_of_a_technique_switches_it_on():
     assert whole.tensors.logits > 0
 
 
+def test_without_a_length_texts_are_as_long_as_the_model_can_read():
+    bert = str(MODELS / "bert-base-cased.json")
+    assert predict_memory(bert).tensors == predict_memory(bert, length=512).tensors
+
+
 def test_images_have_the_size_of_the_model():
     found = predict_memory("google/vit-base-patch16-224", task="image-classification", micro_batch_size=2, classes=10)
     assert found.tensors.parameters == pytest.approx(4 * 85.8e6, rel=0.01)

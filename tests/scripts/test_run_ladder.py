@@ -9,9 +9,12 @@ import sys
 from time import monotonic, sleep
 
 import pytest
+import torch
 from support.export import run_here
-from support.helpers import ROOT, SMALL, finished, run_script
+from support.helpers import ROOT, SMALL, finished, run_script, tiny_model
+from support.recorded_runs import compare
 
+from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.errors import UserError
 
 SCRIPT = ROOT / "scripts" / "run_ladder.py"
@@ -73,17 +76,30 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path):
+def test_a_run_on_a_file_or_a_model_that_has_changed_since_is_repeated_and_not_compared(tmp_path):
     rows = tmp_path / "data" / "rows.csv"
     rows.parent.mkdir()
     rows.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(60)))
+    model = tiny_model("bert")
+    model.resize_token_embeddings(300)
+    model.save_pretrained(tmp_path / "model")
     arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", "rows.csv", "--tokenizer", "trained", *FEW]
-    for runs, changes in enumerate((False, False, True)):
-        if changes:
+    arguments += ["--model", "model", "--max_length", "16"]
+    for changes in (None, "nothing", "rows", "head"):
+        if changes == "rows":
             rows.write_text(rows.read_text() + "one more,1\n")
+        elif changes == "head":
+            with torch.no_grad():
+                model.classifier.weight[0, 0] += 1
+            model.save_pretrained(tmp_path / "model")
+            os.utime(tmp_path / "model" / "model.safetensors", (0, 0))  # as after `cp --archive`
         out = finished(run_script(SCRIPT, *arguments, cwd=tmp_path, FABRIC_LADDER_DATA="data"))
-        assert ("finished before" in out) == (runs == 1)
-    assert len(runs_of(tmp_path / "ladder")) == 2
+        assert ("finished before" in out) == (changes == "nothing")
+    assert len(runs_of(tmp_path / "ladder")) == 3
+    runs = read_sources([str(tmp_path / "ladder" / "2_grad_accum" / number) for number in "23"])
+    assert re.fullmatch(r"content of model \w{20} / \w{20}", *compare(runs).differences)
+    runs[0].contents = {}  # a record of an earlier version
+    assert compare(runs).differences == []
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ class LoggedRun:
         versions: Versions by package.
         hardware: Facts by name, as `describe_hardware` returns them.
         data: The data's fingerprint.
+        contents: Hashes or commits of the files that settings name, if they are known.
         read: Lines about the files, rows, classes and splits that were read.
         figures: `minutes` and `compile_minutes`; `samples_per_second`, `tokens_per_second`; `memory` and `host_memory`
             (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy`, `test_accuracy` and `macro_f1` (percent);
@@ -115,6 +116,7 @@ class LoggedRun:
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict = field(default_factory=dict)
     data: str | None = None
+    contents: dict[str, str] = field(default_factory=dict)
     read: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     train_samples: int | None = None

@@ -141,7 +141,9 @@ def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
     later = [name for run in runs for name in run.settings if name not in listed]  # settings of a later version
     decided = [name for name in RUNG_DECIDES if name != "batch_size"]  # see `find_warnings`
     for name in dict.fromkeys([*EQUAL, *decided, *later]):
-        found += _phrase(name, _given_by_user(runs, name, rungs))
+        parts = (f"content of {name}", f"commit of {name}")
+        in_files = [phrase for part in parts for phrase in _phrase(part, [run.contents.get(part, ...) for run in runs])]
+        found += _phrase(name, _given_by_user(runs, name, rungs)) or in_files
     devices = [run.hardware.get("device", ...) for run in runs]
     parts = HARDWARE.get(next((device for device in devices if device is not ...), ""), ())
     in_device = [phrase for name in parts for phrase in _phrase(name, [_hardware(run, name) for run in runs])]
@@ -245,9 +247,11 @@ def _differ_only_in_seed(run: LoggedRun, other: LoggedRun) -> bool:
     same = all(run.settings.get(name) == other.settings.get(name) for name in compared)
     # bytes differ from one start of a machine to the next; earlier versions recorded fewer facts
     facts = (run.hardware.keys() & other.hardware.keys()) - {"memory", "gpu_memory"}
+    files = run.contents.keys() & other.contents.keys()
     parts = ("name", "data", "versions", "ours")
     return (
         same
         and all(run.hardware[name] == other.hardware[name] for name in facts)
+        and all(run.contents[name] == other.contents[name] for name in files)
         and all(getattr(run, part) == getattr(other, part) for part in parts)
     )

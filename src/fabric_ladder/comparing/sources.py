@@ -114,6 +114,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
     run.versions = _join(parts, "versions")
     run.hardware = _join(parts, "hardware")
     run.data = record["data"]["fingerprint"]
+    for kind, part in (("content", "contents"), ("commit", "commits")):
+        run.contents |= {f"{kind} of {name}": value for name, value in record.get(part, {}).items() if value}
     run.train_samples = record["data"]["train_samples"]
     run.begun = record.get("begun")
     run.read = record["data"].get("read") or []

@@ -16,8 +16,8 @@ SINGLE = "single_label_classification"
 MOST_SHOWN = 20  # classes
 
 
-def check_class_weights(settings: Settings) -> None:
-    """Refuse label smoothing and class weights without classes, and weights that are not numbers above 0."""
+def check_class_weights(settings: Settings, names: list[str] | None = None) -> None:
+    """Refuse label smoothing and class weights without classes, and weights that are not a number above 0 for each."""
     for name in ("label_smoothing", "class_weights"):
         value = getattr(settings, name)
         if value and (settings.task not in TASKS or settings.problem_type != SINGLE):
@@ -25,7 +25,7 @@ def check_class_weights(settings: Settings) -> None:
                 f"--{name} {show(value)}: only for --task {' and '.join(TASKS)} with one label per sample; leave it out"
             )
     if settings.class_weights not in (None, "balanced"):
-        _read_numbers(settings.class_weights)
+        _read_numbers(settings.class_weights, names)
 
 
 def class_weights(given: str, counts: np.ndarray, names: list[str]) -> np.ndarray:
@@ -36,16 +36,10 @@ def class_weights(given: str, counts: np.ndarray, names: list[str]) -> np.ndarra
     """
     if given == "balanced":  # a class without samples never needs its weight
         return counts.sum() / (len(names) * np.maximum(counts, 1))
-    weights = _read_numbers(given)
-    if len(weights) != len(names):
-        shown = ", ".join(names[:MOST_SHOWN]) + (", …" if len(names) > MOST_SHOWN else "")
-        raise UserError(
-            f"--class_weights {given:.60}: {len(weights)} numbers for {len(names)} classes; give one for each: {shown}"
-        )
-    return np.array(weights)
+    return np.array(_read_numbers(given, names))
 
 
-def _read_numbers(given: str) -> list[float]:
+def _read_numbers(given: str, names: list[str] | None) -> list[float]:
     try:
         numbers = [float(part) for part in given.split(",")]
     except ValueError:
@@ -53,6 +47,11 @@ def _read_numbers(given: str) -> list[float]:
     if not numbers or not all(0 < number < math.inf for number in numbers):
         raise UserError(
             f"--class_weights {given:.60}: expected balanced, or one number above 0 for each class, e.g. 0.5,2.0"
+        )
+    if names and len(numbers) != len(names):
+        shown = ", ".join(names[:MOST_SHOWN]) + (", …" if len(names) > MOST_SHOWN else "")
+        raise UserError(
+            f"--class_weights {given:.60}: {len(numbers)} numbers for {len(names)} classes; give one for each: {shown}"
         )
     return numbers
 

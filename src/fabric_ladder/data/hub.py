@@ -1,6 +1,8 @@
 """Models' configs from folders and the Hugging Face Hub, and data sets from the Hub."""
 
 import copy
+import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from fabric_ladder.settings import DataSettings
 # Words of a Hub name that do not change a model's shape, e.g. meta-llama/Meta-Llama-3.1-8B-Instruct: llama-3.1-8b.json
 SAME_SHAPE = re.compile(r"^meta-|(?<=^bloom)z|patch|-base$|-(224|chat|deduped|hf|in21k|instruct|it|mt|pt)(?=-|$)")
 NO_CODE = {"trust_remote_code": False}  # without it transformers asks on stdin whether to run a model's own code
+WEIGHTS = (".safetensors", ".bin", ".distcp")  # suffixes of their files
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # names with more parts are paths
 
 
@@ -91,6 +94,35 @@ def load_config(name: str) -> PretrainedConfig:
     file = path / "config.json" if path.is_dir() else path
     changed = file.stat().st_mtime_ns if file.is_file() else None
     return copy.deepcopy(_read_config(name, changed))
+
+
+def find_weights(folder: str) -> list[Path]:
+    """Return the files in a folder that may hold weights."""
+    return sorted(each for each in Path(folder).glob("*") if each.suffix in WEIGHTS)
+
+
+def hash_files(name: str | None, block: int = 2**16) -> str | None:
+    """Return a hash of the config and the weights in a folder or a file; None: there is no such path here.
+
+    It covers the sizes of the files, and the bytes on both sides of each tensor's borders: all bytes of a model would
+    take as long as loading it.
+    """
+    if not name or not Path(name).exists():
+        return None
+    digest = hashlib.sha256()
+    files = [Path(name)] if Path(name).is_file() else [*Path(name).glob("config.json"), *find_weights(name)]
+    for path in files:
+        digest.update(str(size := path.stat().st_size).encode())
+        with path.open("rb") as file:
+            places = {0, size}
+            if path.suffix == ".safetensors":
+                start = 8 + (length := int.from_bytes(file.read(8), "little"))
+                header = json.loads(file.read(length)).values()
+                places |= {start + border for tensor in header for border in tensor.get("data_offsets", ())}
+            for place in sorted(places):
+                file.seek(max(0, place - block))
+                digest.update(file.read(2 * block))
+    return digest.hexdigest()[:20]
 
 
 @lru_cache(maxsize=8)

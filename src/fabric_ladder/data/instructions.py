@@ -119,18 +119,24 @@ def set_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         tokenizer.eos_token = tokenizer.sep_token
 
 
+def check_template(settings: DataSettings, data: ReadData, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Refuse messages that a tokenizer has no chat template for; return whether the data are messages."""
+    chat = "messages" in data.splits["train"].column_names
+    if chat and tokenizer and tokenizer.chat_template is None:
+        raise UserError(
+            f"{settings.dataset} holds messages, and the tokenizer has no chat template to write them: choose a "
+            "--tokenizer that has one, or give instructions with the columns instruction and output"
+        )
+    return chat
+
+
 def tokenize_instructions(
     settings: DataSettings, data: ReadData, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
 ) -> tuple[Path, dict]:
     """Tokenize all splits and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
     splits, notices = data.splits, data.notices
-    chat = "messages" in splits["train"].column_names
-    if chat and tokenizer and tokenizer.chat_template is None:
-        raise UserError(
-            f"{settings.dataset} holds messages, and the tokenizer has no chat template to write them: choose a "
-            "--tokenizer that has one, or give instructions with the columns instruction and output"
-        )
+    chat = check_template(settings, data, tokenizer)
     if chat and settings.prompt_template:
         notices.append("--prompt_template is not used: the tokenizer's chat template writes the messages")
     if tokenizer is None:

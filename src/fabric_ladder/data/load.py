@@ -17,6 +17,7 @@ from fabric_ladder.data.images import load_images, read_image_splits
 from fabric_ladder.data.instruction_rows import read_instructions
 from fabric_ladder.data.instructions import (
     INSTRUCTION_CACHE_FORMAT,
+    check_template,
     prompt_templates,
     set_end_token,
     tokenize_instructions,
@@ -32,6 +33,7 @@ from fabric_ladder.data.tokens import (
     CACHE_FORMAT,
     NO_TOKEN,
     add_tokens,
+    check_entries,
     load_tokenizer,
     tokenize_start,
     train_tokenizer,
@@ -99,34 +101,42 @@ def load_datasets(settings: DataSettings) -> TextDatasets | ImageDatasets:
     return TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary, new_tokens)
 
 
-def check_data(settings: DataSettings) -> list[str]:
-    """Return lines about what a run would read; nothing is downloaded or kept.
+def check_data(settings: DataSettings) -> tuple[list[str], int | None, list[str]]:
+    """Return lines about what a run would read, its training samples and its classes; nothing is downloaded or kept.
 
-    Only files and synthetic reviews are read.
+    Only files and synthetic reviews are read; for others the number is None. Tokenizing may leave out samples.
 
     Raises:
-        UserError: One line about missing data, data that cannot be read, or a tokenizer that cannot be loaded.
+        UserError: Data are missing or cannot be read, or a tokenizer cannot be loaded or does not suit them or the
+            model.
     """
-    images = settings.task == "image-classification"
+    images, tokenizer = settings.task == "image-classification", None
+    instructed = settings.task == "instruction-tuning"
     if images:
         path, _ = find_images(settings)
         readable = path is not None
     else:
         source = find_source(settings)
         if (name := tokenizer_name(settings)) != "trained":
-            add_tokens(load_tokenizer(name), settings.train_tokens)
+            new_tokens = add_tokens(tokenizer := load_tokenizer(name), settings.train_tokens)
+            rows = getattr(load_config(settings.model).get_text_config(), "vocab_size", None)
+            check_entries(tokenizer, new_tokens, settings.model, rows)
+            if instructed:
+                set_end_token(tokenizer, name)
         _counted_end(settings)
         if source.key[0] == "hub":
             find_commit(settings)
         readable = source.key[0] in ("files", "synthetic")
     if not readable:
-        return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"]
+        return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"], None, []
     with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
         if images:
             *_, data = read_image_splits(settings, path, [], Path(scratch))
         else:
             data = _read(settings, source, Path(scratch))
-    return [*data.summary, *data.notices]
+            if instructed:
+                check_template(settings, data, tokenizer)
+        return [*data.summary, *data.notices], len(data.splits["train"]), data.class_names
 
 
 def tokenizer_name(settings: DataSettings) -> str:

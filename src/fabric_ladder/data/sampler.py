@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
+from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 
 MAX_COMPARED = 3000  # effective batches that `heaviest` compares, those with the highest bounds first
@@ -32,6 +33,24 @@ class BatchPlan(NamedTuple):
     rows: list[int]
     parts: list[MicroBatchPlan]
     epoch: int
+
+
+def check_steps(settings: Settings, samples: int) -> None:
+    """Refuse `warmup_steps`, `evaluate_every` and `patience` that do not suit a run on this number of samples."""
+    steps_per_epoch = math.ceil(samples / settings.batch_size)
+    steps = steps_per_epoch * settings.epochs
+    if settings.warmup_steps >= steps:
+        raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
+    every, patience = settings.evaluate_every, settings.patience
+    within_epochs = sum(step % steps_per_epoch > 0 for step in range(every, steps, every)) if every else 0
+    if every and not within_epochs:
+        raise UserError(f"--evaluate_every {every}: an epoch has only {steps_per_epoch} optimizer steps; use fewer")
+    validations = within_epochs + settings.epochs
+    if patience and patience >= validations:
+        raise UserError(
+            f"--patience {patience}: the run has only {validations} validation{'s' * (validations > 1)}; add "
+            "--evaluate_every N (optimizer steps), or raise --epochs"
+        )
 
 
 class EffectiveBatchSampler(Sampler):

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import datasets as hf
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.errors import UserError
@@ -81,6 +86,15 @@ def tokenize_start(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_len
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> BatchEncoding:
     """Return the `input_ids` of texts, and other outputs by the options, without warnings about long texts."""
     return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
+
+
+def check_entries(tokenizer: PreTrainedTokenizerBase, new_tokens: list[str], model: str, rows: int | None) -> None:
+    """Refuse a tokenizer with more entries, new tokens aside, than the embedding of a model has rows."""
+    entries = len(tokenizer) - len(new_tokens)
+    if entries > (rows or entries):
+        raise UserError(
+            f"the tokenizer has {entries:,} entries, {model} only {rows:,}: choose the model's own --tokenizer"
+        )
 
 
 def trained_vocabulary(model: str) -> int:

@@ -150,10 +150,13 @@ def _remedies(answer: Answer) -> str:
 def _reasons(answer: Answer, full: bool) -> list[str]:
     """Return the title, the reasons for the answer, and the assumptions."""
     gpu = answer.machine.gpu
-    reasons = [title(answer), *answer.notes, *_choice(answer.plans)]
+    plans = answer.plans
+    best = next(iter(recommend(plans).values()), plans[0])
+    notices = [f"{notice}." for notice in best.candidate.settings.notices]
+    reasons = [title(answer), *answer.notes, *_choice(plans), *notices]
     if gpu.name == ANY.name:
         reasons.append("Assumed: a GPU that computes in bfloat16; --gpu T4 plans for one that does not.")
-    elif any(plan.emulated for plan in answer.plans):
+    elif any(plan.emulated for plan in plans):
         major, minor = gpu.capability
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
     own = f"CUDA's own memory is {answer.machine.overhead.expected.source}"
@@ -182,7 +185,7 @@ def _choice(plans: list[Plan]) -> list[str]:
             lean = min(smaller, key=lambda plan: (plan.host, plan.candidate.rank))
             remedy += f", e.g. {_in_short(lean)} with {lean.host / 1e9:.0f} GB"
         reasons.append(f"It takes {best.host / 1e9:.0f} GB of CPU memory: {remedy}.")
-    return reasons + [f"Precision: {meaning}." for meaning in best.candidate.settings.notices]
+    return reasons
 
 
 def _in_short(plan: Plan) -> str:

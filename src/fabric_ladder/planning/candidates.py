@@ -23,8 +23,6 @@ from fabric_ladder.techniques import cuda_defaults, full_pass, trains_adapters, 
 NAMED = {(f"--{row.setting}", "true"): row.short_name for row in LADDER if row.short_name}
 SWITCHES = {f"--{row.setting}" for row in LADDER}
 
-STANDARD = "imdb_bloom_560m.yaml"  # settings of a run on a CUDA GPU without a config
-
 
 class Candidate(NamedTuple):
     """A rung with options and settings.
@@ -109,7 +107,7 @@ def read_candidates(
             continue
         if Path(settings.model).is_file() and "--from_scratch" not in given:
             words += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
-        tokens = read_named_config(read_words(words), STANDARD).get("micro_batch_tokens")
+        tokens = read_named_config(read_words(words)).get("micro_batch_tokens")
         counted = {f"--{name}" for name, option in DEPENDENT.items() if option.means == BATCH}
         settled = given & {"--micro_batch_size", "--micro_batch_tokens", *counted} or tokens not in (None, "auto")
         settled = settled or any(technique.whole_batch for technique in used(settings))
@@ -124,18 +122,17 @@ def read_candidates(
 def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) -> Settings:
     """Return a rung's settings for N GPUs, checked on this machine's CPU.
 
-    DeepSpeed and `16-mixed`, which a CPU refuses, are added after the check. The notices hold only the line about the
-    precision that the run would print.
+    DeepSpeed and `16-mixed`, which a CPU refuses, are added after the check. The notices hold only the lines about the
+    length and the precision that the run would print.
 
     Raises:
         UserError: The rung cannot be run with these options.
     """
-    defaults = script_defaults(rung)
+    defaults = script_defaults(rung) | {"config": None}  # without one a CPU would take the quickstart's
     given = read_words(options)
-    from_file = read_named_config(given, STANDARD)
+    from_file = read_named_config(given)
     precision = (defaults | from_file | given).get("precision", Settings.precision)
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
-    standard = [] if "config" in given else ["--config", STANDARD]
     here = ["--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
     here += ["--accelerator", "cpu"]
     if "deepspeed" in defaults:
@@ -148,17 +145,19 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if precision == "16-mixed":
         here += ["--precision", "mixed"]
     options = _count_on_one_device(options, gpus)
-    settings = parse_settings([*standard, *options, *here], **defaults)
+    settings = parse_settings([*options, *here], **defaults)
     chosen = {*given, *from_file, *defaults}
     if switches := cuda_defaults(settings, chosen, gpu.capability):
         here += [f"--{name}=true" for name in switches]
-        settings = parse_settings([*standard, *options, *here], **defaults)
+        settings = parse_settings([*options, *here], **defaults)
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
     sharded = strategy_traits(settings).shards_weights
     replaceable = trains_adapters(settings) and "precision" not in given
     precision, meaning = fit_precision(precision, gpu.capability, replaceable, sharded)
-    changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
+    lines = [line for line in settings.notices if line.startswith("--max_length ")]
+    notices = (*lines, f"Precision: {meaning}") if meaning else (*lines,)
+    changes = {"name": rung, "devices": gpus, "precision": precision, "notices": notices}
     # those of the GPU, and not what `parse_settings` chose for this CPU
     changes |= {"eval_batch_tokens": (from_file | given).get("eval_batch_tokens")}
     changes |= {"full_pass": full_pass(settings, gpu.capability)}

@@ -77,7 +77,7 @@ def _with_length(options: list[str], length: int | None) -> list[str]:
     settings = Settings(**{name: value for name, value in named.items() if name in FACTS})
     if length > (positions := count_positions(settings)):
         raise UserError(f"--length {length} is beyond the {positions} positions of {settings.model}")
-    fits = settings.max_length <= positions and ("config" in given or length <= settings.max_length)
+    fits = settings.max_length <= positions if "max_length" in named else length <= settings.max_length
     return options if fits else [*options, "--max_length", str(length)]
 
 

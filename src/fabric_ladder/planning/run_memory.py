@@ -38,7 +38,7 @@ def predict_memory(
     model: str,
     rung: str | None = None,
     *,
-    length: int = 1024,
+    length: int | None = None,
     micro_batch_size: int = 1,
     gpus: int = 1,
     gpu: str | None = None,
@@ -52,7 +52,7 @@ def predict_memory(
     Args:
         model: Name on the Hub, a folder, or a config file. Configs of common models are shipped.
         rung: A script such as `13_lora`, whose defaults hold. Default: 32-bit weights and Adam, on one GPU or by DDP.
-        length: Tokens of every text. Images have the model's size.
+        length: Tokens of every text. Default: 1024, or the model's positions if it has fewer. Images have its size.
         micro_batch_size: Samples that are in memory together on one GPU.
         gpus: Number of GPUs.
         gpu: Name of the GPU, such as `T4`, for its precision and its overhead. Default: any GPU that
@@ -67,8 +67,8 @@ def predict_memory(
     """
     needs = (FACTS[name].needs.partition("=") for name, value in settings.items() if name in FACTS and value)
     implied = {name: value or True for name, _, value in needs if name}
-    sizes = {"micro_batch_size": micro_batch_size, "batch_size": micro_batch_size * gpus, "max_length": length}
-    values = sizes | implied | settings
+    sizes = {"micro_batch_size": micro_batch_size, "batch_size": micro_batch_size * gpus}
+    values = sizes | ({} if length is None else {"max_length": length}) | implied | settings
     strategy = values.get("strategy", "single" if gpus == 1 else "ddp")
     words = ["--model", model]
     for name, value in values.items():
@@ -76,7 +76,7 @@ def predict_memory(
             words += [f"--{name}", show(value)]
     kind = find_gpu(gpu) if gpu else ANY
     read = read_settings(rung or RUNGS[strategy], words, gpus, kind)
-    samples, _ = find_samples(read, length)
+    samples, _ = find_samples(read, read.max_length if length is None else length)
     if "eval_batch_tokens" not in settings:
         read = replace(read, eval_batch_tokens=micro_batch_size * samples.length)
     batches = largest_batches(read, samples.length, samples.image_size, classes)

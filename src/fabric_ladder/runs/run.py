@@ -12,6 +12,7 @@ from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fabric_ladder.data.hub import hash_files
 from fabric_ladder.data.label_kind import Described, class_lines
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import command_line
@@ -95,6 +96,9 @@ class Run:
         self.epoch_samples = len(data)
         self.log_every = self.settings.log_every or max(1, min(LOG_EVERY, self.epoch_samples // 10))
         self.record.add_results(**described, **(prediction.figures() if prediction else {}))
+        if self.fabric.global_rank == 0:
+            settings = self.settings
+            self.record.add(contents={"model": hash_files(settings.model), "load": hash_files(settings.load)})
         facts = {"fingerprint": data.fingerprint, "train_samples": self.epoch_samples, "read": data.summary}
         self.record.add(data=facts)
         model_commit = getattr(getattr(model, "config", None), "_commit_hash", None)

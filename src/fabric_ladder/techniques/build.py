@@ -9,8 +9,9 @@ from transformers import PretrainedConfig
 
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
+from fabric_ladder.data.tokens import check_entries
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.errors import UserError, refused
+from fabric_ladder.errors import refused
 from fabric_ladder.models.configs import (
     MODELS,
     as_in_training,
@@ -147,12 +148,8 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 
 def _fit_text(config: PretrainedConfig, name: str, datasets: TextDatasets) -> None:
-    tokenizer, entries = datasets.tokenizer, len(datasets.tokenizer) - len(datasets.new_tokens)
-    if entries > getattr(config, "vocab_size", entries):
-        raise UserError(
-            f"the tokenizer has {entries:,} entries, {name} only {config.vocab_size:,}: "
-            "choose the model's own --tokenizer"
-        )
+    tokenizer = datasets.tokenizer
+    check_entries(tokenizer, datasets.new_tokens, name, getattr(config, "vocab_size", None))
     # An embedding does not train its padding token. An end token is trained, so it pads only once the model is built.
     pads_with_end = tokenizer.pad_token_id == tokenizer.eos_token_id
     config.pad_token_id = None if pads_with_end else tokenizer.pad_token_id

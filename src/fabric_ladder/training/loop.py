@@ -11,14 +11,13 @@ from torch.utils.data import DataLoader
 from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.label_kind import MOST_CLASSES, Counts
+from fabric_ladder.data.sampler import check_steps
 from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.errors import UserError
 from fabric_ladder.models.optimizer import set_learning_rate
 from fabric_ladder.runs.metrics import Meter, Score, describe_classes
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
-from fabric_ladder.settings import Settings
 from fabric_ladder.training.compiling import compile_ahead
 from fabric_ladder.training.fitting import keep_within_budget, try_longest
 from fabric_ladder.training.gradients import (
@@ -47,7 +46,7 @@ def train(
         The training, for `evaluate`.
 
     Raises:
-        UserError: A loss or a gradient became NaN or infinite, or the warm-up is longer than the run.
+        UserError: A loss or a gradient became NaN or infinite, or the run has too few steps for its settings.
         ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
     training = Training(run, model, optimizer, train_loader, val_loader)
@@ -89,9 +88,7 @@ def _start(training: Training) -> None:
     run, fabric, settings = training.run, training.fabric, training.settings
     model, optimizer, state = training.model, training.optimizer, training.state
     steps = state.steps_per_epoch * settings.epochs
-    if settings.warmup_steps >= steps:
-        raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
-    _check_validations(settings, state.steps_per_epoch)
+    check_steps(settings, len(training.train_loader.dataset))
     if not strategy_traits(settings).owns_optimizer:  # an engine trains copies of the parameters
         _check_ownership(model, optimizer)
     resumed = training.checkpointer.find()
@@ -117,21 +114,6 @@ def _prepare_step(training: Training) -> None:
     set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
     if take_turn := getattr(getattr(optimizer, "optimizer", None), "take_turn", None):
         take_turn(state.optimizer_steps, steps)
-
-
-def _check_validations(settings: Settings, steps_per_epoch: int) -> None:
-    """Refuse `evaluate_every` and `patience` that could have no effect in this run."""
-    every, patience = settings.evaluate_every, settings.patience
-    steps = range(every, steps_per_epoch * settings.epochs, every) if every else ()
-    within_epochs = sum(step % steps_per_epoch > 0 for step in steps)
-    if every and not within_epochs:
-        raise UserError(f"--evaluate_every {every}: an epoch has only {steps_per_epoch} optimizer steps; use fewer")
-    validations = within_epochs + settings.epochs
-    if patience and patience >= validations:
-        raise UserError(
-            f"--patience {patience}: the run has only {validations} validation{'s' * (validations > 1)}; add "
-            "--evaluate_every N (optimizer steps), or raise --epochs"
-        )
 
 
 def _train_epoch(training: Training) -> None:
