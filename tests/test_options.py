@@ -183,6 +183,7 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         (f"seed: {'[' * 3000}{']' * 3000}", r"cannot read own\.yaml as YAML"),
         ("- 1\n- 2", r"own\.yaml must hold lines such as 'batch_size: 16'"),
         ("batch_size: [1, 2]", r"own\.yaml: --batch_size 1,2: expected a whole number"),
+        ("max_length: 32\nseed: 3\nmax_length: 16", r"cannot read own\.yaml as YAML \(max_length is written 2 times: "),
         ("seed: {a: 1}", r"own\.yaml: 'seed' must be one value"),
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
         ("config: quickstart.yaml", r"own\.yaml: there is no setting 'config'"),

@@ -422,7 +422,13 @@ def find_config(config: str) -> Path:
 
 
 class _Texts(yaml.SafeLoader):
-    """Reads every scalar as a text, so that `no` is not taken for `false`, except for null."""
+    """Reads every scalar as a text, so that `no` is not taken for `false`, except for null; refuses a repeated key."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"{twice} is written {keys.count(twice)} times: leave one")
+        return super().construct_mapping(node, deep)
 
 
 _Texts.yaml_implicit_resolvers = {

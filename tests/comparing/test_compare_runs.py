@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from support.helpers import run_script
-from support.recorded_runs import BLOG, LOG, SCRIPT, compare, parse, record, script, write_run
+from support.recorded_runs import BLOG, HARDWARE, LOG, SCRIPT, compare, parse, record, script, write_run
 
 from fabric_ladder import UserError
 from fabric_ladder.comparing.sources import read_sources
@@ -153,3 +153,20 @@ def test_a_comparison_shows_the_validation_of_the_tested_weights_or_none(tmp_pat
 def test_a_line_break_in_a_name_does_not_end_a_row_of_markdown():
     table = pd.DataFrame({"f1": ["1"]}, ["good\nfilm"])
     assert markdown_table(table, "class").splitlines()[2:] == ["| good film | 1 |"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "more", "overlaps"),
+    [
+        ("10:01:59", {}, True),
+        ("10:02:00", {}, False),
+        ("10:01:59", {"hardware": HARDWARE | {"memory": 2}}, False),
+        ("10:01:59", {"resumed": [record()]}, False),  # nobody knows for how long it was interrupted
+    ],
+)
+def test_runs_that_shared_a_machine_are_named(tmp_path, begun, more, overlaps):
+    """Each run takes two minutes."""
+    for number, (time, values) in enumerate((("10:00:00", {}), (begun, more)), start=1):
+        write_run(tmp_path, record(seed=number) | {"begun": f"2026-11-27T{time}+0000"} | values, number)
+    notices = compare(read_sources([str(tmp_path)])).notices
+    assert any(line.startswith("These runs overlapped in time on one machine: ") for line in notices) == overlaps

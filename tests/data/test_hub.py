@@ -11,7 +11,7 @@ from support.data_files import BLOOM, SPLITS, cached, load_in, texts_of
 from transformers import AutoConfig
 
 from fabric_ladder.data import hub
-from fabric_ladder.data.hub import load_config, reachable
+from fabric_ladder.data.hub import hash_files, load_config, reachable
 from fabric_ladder.errors import UserError
 
 
@@ -98,3 +98,10 @@ def test_a_data_set_is_cached_by_its_commit(glue, commits, tmp_path, monkeypatch
     assert glue("org/glue:sst2").commit == "b" * 40, "without a network, the last commit in the cache is used"
     with pytest.raises(UserError, match="the Hub cannot be reached"):
         glue("org/glue:sst2", max_length=9)
+
+
+def test_files_of_a_model_have_a_hash_even_if_they_are_damaged(tmp_path):
+    """Random weights do not need them; the file is a pointer of Git LFS."""
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert len(hash_files(str(tmp_path))) == 20
+    assert hash_files("nobody/nothing") is None

@@ -230,7 +230,7 @@ REFUSED = {
     "a link to nothing": ({"dataset": "links"}, r"cannot read \S*/nowhere \(.*No such file"),
     "no model config": ({"model": "a.json"}, r"a\.json is not a model config"),
     "a config without a vocabulary": ({"model": "c.json"}, r"--tokenizer trained needs a config with vocab_size, unl"),
-    "names for a header": ({"column_names": "text,label"}, r"its first row holds the names of its columns: leave ou"),
+    "names for a header": ({"column_names": "label,text"}, r"its first row holds the names of its columns: leave ou"),
 }  # fmt: skip
 
 

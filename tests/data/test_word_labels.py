@@ -261,6 +261,11 @@ def test_one_word_per_row_without_sentences_is_refused(tmp_path):
         load(tmp_path, numbered, "numbered.jsonl")
 
 
+def test_column_names_for_a_file_with_a_header_are_refused_in_any_order(tmp_path):
+    with pytest.raises(UserError, match=r"its first row holds the names of its columns: leave out --column_names"):
+        load(tmp_path, "NER_tags\ttokens\nO\tAnn\n\nO\tUlm\n", "rows.tsv", column_names="tokens,ner_tags")
+
+
 @pytest.mark.parametrize("name", ["S-PER", "PER-B", "PER", "NOUN"])
 def test_labels_in_another_scheme_are_named_and_have_only_an_accuracy(name):
     kind = WordLabels(["VERB" if name == "NOUN" else "O", name])

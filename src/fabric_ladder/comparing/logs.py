@@ -102,6 +102,7 @@ class LoggedRun:
             (millions).
         train_samples: Samples of an epoch; for a log of another script its batches, the fewest that these can be.
         begun: Date and time of the first start.
+        times: Seconds since 1970 of the start and of the end of training, or earlier; None if it was interrupted.
         test_samples: Size of the test set, if the task counts samples.
         losses: In the order of training.
         accuracies: Of all validations, in the order of training.
@@ -122,6 +123,7 @@ class LoggedRun:
     train_samples: int | None = None
     test_samples: int | None = None
     begun: str | None = None
+    times: tuple[float, float] | None = None
     losses: list[Point] = field(default_factory=list)
     accuracies: list[Point] = field(default_factory=list)
     classes: dict = field(default_factory=dict)

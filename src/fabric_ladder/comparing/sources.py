@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point, perplexity
@@ -135,6 +136,9 @@ def _fill(run: LoggedRun, record: dict) -> None:
         name, factor = figures[best["metric"]]
         if name == "validation_accuracy" or "test_mse" in run.figures:
             run.figures[name] = best["value"] * factor
+    if run.begun and len(parts) == 1:
+        start = datetime.fromisoformat(run.begun).timestamp()
+        run.times = start, start + results["elapsed_seconds"]
     run.test_samples = results.get("test_samples")
     run.classes = results.get("classes", {})
     scores = {name: ("classes", name) for name in ("micro_f1", "macro_f1")} | {"entity_f1": ("entities", "micro_f1")}

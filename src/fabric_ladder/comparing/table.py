@@ -1,5 +1,6 @@
 """The table of a comparison: for the terminal, for the page and in Markdown."""
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -109,7 +110,7 @@ def compare(runs: list[LoggedRun], rungs: Mapping[str, dict]) -> Comparison:
             f"Logs do not have all facts, for example the content of the data or the learning rate: {', '.join(logs)}. "
             "The comparison assumes the values of the other runs."
         )
-    notices += [*compiling_paid(rows), *_one_seed(rows)]
+    notices += [*compiling_paid(rows), *_one_seed(rows), *_overlap(rows)]
     known = {key for row in rows for run in row.runs for key in run.figures}
     if not any(_needs_f1(row) for row in rows):
         known.discard("macro_f1")
@@ -130,6 +131,20 @@ def _one_seed(rows: list[Row]) -> list[str]:
     if len(rows) < 2 or any(len(row.runs) > 1 for row in rows) or not any(row.values("test_accuracy") for row in rows):
         return []
     return ["There is one run of each rung. One seed cannot show whether a small difference in accuracy is chance."]
+
+
+def _overlap(rows: list[Row]) -> list[str]:
+    """Return a line if two runs trained at the same time on one machine, by equal hardware to the byte of memory."""
+    runs = [run for row in rows for run in row.runs if run.times]
+    if not any(
+        one.hardware == other.hardware and one.times[0] < other.times[1] and other.times[0] < one.times[1]
+        for one, other in itertools.combinations(runs, 2)
+    ):
+        return []
+    return [
+        "These runs overlapped in time on one machine: their times and speeds are not comparable unless each had a GPU "
+        "of its own."
+    ]
 
 
 def compiling_paid(rows: list[Row]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -116,9 +116,10 @@ def hash_files(name: str | None, block: int = 2**16) -> str | None:
         with path.open("rb") as file:
             places = {0, size}
             if path.suffix == ".safetensors":
-                start = 8 + (length := int.from_bytes(file.read(8), "little"))
-                header = json.loads(file.read(length)).values()
-                places |= {start + border for tensor in header for border in tensor.get("data_offsets", ())}
+                with suppress(ValueError, AttributeError):  # a damaged file
+                    length = min(size, int.from_bytes(file.read(8), "little"))
+                    header = json.loads(file.read(length)).values()
+                    places |= {8 + length + border for tensor in header for border in tensor.get("data_offsets", ())}
             for place in sorted(places):
                 file.seek(max(0, place - block))
                 digest.update(file.read(2 * block))

@@ -214,9 +214,9 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None, wanted: tup
         known = [{*column} for column in itertools.zip_longest(*single)]
         for record, row in zip(part, checked, strict=True):
             if isinstance(row, list):
+                if names and record.number == 0:
+                    check_first_row(row, names)
                 if [*map(str.strip, row)] == header:
-                    if names and record.number == 0:
-                        raise ValueError("its first row holds the names of its columns: leave out --column_names")
                     row = ValueError("it repeats the header")
                 elif any(_has_swallowed(row, column, known, separator) for column in range(len(row))):
                     row = _open_quote(record)
@@ -266,6 +266,12 @@ def check_names(names: list[str], wanted: tuple[str, ...]) -> None:
     """Refuse several columns of one name, if they are read."""
     if twice := [name for name in names if name and names.count(name) > 1 and (not wanted or name in wanted)]:
         raise ValueError(f"{names.count(twice[0])} columns are called {twice[0]!r}: rename or remove one")
+
+
+def check_first_row(row: list[str], names: list[str]) -> None:
+    """Refuse `--column_names` for a file with a header: its first row has the names, in any order and case."""
+    if sorted(each.strip().casefold() for each in row) == sorted(map(str.casefold, names)):
+        raise ValueError("its first row holds the names of its columns: leave out --column_names")
 
 
 def _check_record(record: _Record, width: int, separator: str) -> list[str] | ValueError:

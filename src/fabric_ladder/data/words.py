@@ -21,7 +21,7 @@ from fabric_ladder.data.cache import map_batches, save_tokens, write_batches
 from fabric_ladder.data.instructions import FEATURES
 from fabric_ladder.data.label_kind import join
 from fabric_ladder.data.reviews import REVIEWS
-from fabric_ladder.data.rows import SENTENCE, note_bad_samples, read_parts, reading, shown
+from fabric_ladder.data.rows import SENTENCE, check_first_row, note_bad_samples, read_parts, reading, shown
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.summary import ReadData
 from fabric_ladder.data.tables import check_column
@@ -197,6 +197,8 @@ def _read_blocks(path: Path, column_names: str | None, text: str, label: str) ->
             if names is None:
                 names = fields
                 continue
+            if column_names and not sentences:
+                check_first_row(fields, names)
             row = dict(zip(names, map(str.strip, fields), strict=False))
             if len(row.get(text, "").split()) != 1 or len(row.get(label, "").split()) != 1:
                 return None
