@@ -28,6 +28,7 @@ from transformers import (
 
 from fabric_ladder import UserError, build_model
 from fabric_ladder.checkpoints.export import find_result, load_result, write_plain
+from fabric_ladder.checkpoints.save import BASE
 from fabric_ladder.checks import check
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
@@ -203,6 +204,23 @@ def test_a_checkpoint_gives_its_own_tokenizer_to_a_run_on_other_texts(tmp_path):
     with pytest.raises(UserError, match="trained with another tokenizer; use its own: --tok"):
         resuming.run_rung_2(tmp_path, *other)
     assert resuming.run_rung_2(tmp_path, *other, "--tokenizer", other[1])[0] == 0
+
+
+@pytest.mark.parametrize("way", [*list(WAYS.values())[1:], ADAPTERS | {"stream_layers": True}])
+def test_an_adapter_goes_on_only_with_the_weights_of_its_base(tmp_path, way):
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    run, _ = trained(tmp_path, model, text_data(), **way, save="sharded", save_every=9)
+    loaded = {"load": str(run.folder / "checkpoint"), "save": "no"}
+    trained(tmp_path, model, text_data(), **way, **loaded, seed=5, precision="bf16-true")
+    trained(tmp_path, model, text_data(), **(ADAPTERS if len(way) > 1 else WAYS["4 bits"]), **loaded)
+    tiny_model("llama", seed=1).save_pretrained(model)
+    resumed = {"resume": str(run.folder), "save": "sharded", "save_every": 9}
+    for option in (loaded, resumed):
+        with pytest.raises(UserError, match=r"^--(load|resume) .*: its adapter was trained on a base model with other"):
+            trained(tmp_path, model, text_data(), **way, **option)
+    (run.folder / "checkpoint" / BASE).unlink()
+    trained(tmp_path, model, text_data(), **way, **loaded)
 
 
 def test_big_bird_attends_fully_from_the_start(tmp_path):

@@ -87,7 +87,7 @@ def find_checkpoint(settings: Settings, fingerprint: str) -> Found:
     later = 0 if path == folder else sum(map(store.step_of(found).__lt__, map(store.step_of, steps)))
     notes.append(f"Resumed from {found}" + f"; the next checkpoint removes the {later} after it" * bool(later))
     before = progress["settings"]
-    if settings.save_every and before["save_every"] and before["keep"] > settings.keep:
+    if settings.save_every and before.get("save_every") and before.get("keep", 0) > settings.keep:
         notes.append(f"--keep {settings.keep} removes checkpoints that --keep {before['keep']} has kept")
     return Found(found, progress, notes=tuple(notes), kept=kept)
 
