@@ -25,7 +25,7 @@ def checkpoint(tmp_path, record, progress):
 def stopped(tmp_path, **values):
     """Write a stopped run with these settings."""
     settings = dataclasses.asdict(settings_for(tmp_path, **values))
-    progress = {"settings": settings, "fingerprint": "x"}
+    progress = {"settings": settings, "fingerprint": "x", "run": {"record": {}}}
     return checkpoint(tmp_path, json.dumps({"status": "stopped", "settings": settings}), json.dumps(progress))
 
 

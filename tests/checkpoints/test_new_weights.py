@@ -1,9 +1,11 @@
 """Weights that a checkpoint lacks, or has in another form, are trained and saved, refused or named."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from support import resuming
 from support.data_files import load_in, write_images
 from support.export import run_here, words_tokenizer
 from support.helpers import ROOT, settings_for, tiny_model, token_datasets
@@ -26,6 +28,7 @@ from transformers import (
 
 from fabric_ladder import UserError, build_model
 from fabric_ladder.checkpoints.export import find_result, load_result, write_plain
+from fabric_ladder.checkpoints.save import BASE
 from fabric_ladder.checks import check
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
@@ -158,6 +161,66 @@ def test_a_pretrained_head_follows_the_names_of_its_classes(tmp_path):
         "The pretrained head has the classes Positive, NEUTRAL, negative and starts as a, b, c, in this order"
     ]
     assert not build_model(settings, text_data(("Positive", "neutral", "negative"))).notices
+
+
+def test_a_loaded_checkpoint_keeps_the_meaning_of_its_weights(tmp_path):
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    run, _ = trained(tmp_path, model, text_data(("pos", "neg")), save="sharded", save_every=9)
+    folder = run.folder / "checkpoint"
+
+    def loaded(datasets, load=folder, **values):
+        run, _ = trained(tmp_path, model, datasets, save="no", load=str(load), **values)
+        return (run.folder / "log.txt").read_text()
+
+    line = "The pretrained head has the classes pos, neg and starts as"
+    assert line not in loaded(text_data(("Pos", "neg")))
+    assert f"{line} no, yes, in this order\n" in loaded(text_data(("no", "yes")))
+    state = run.folder / "checkpoints" / "step-000000002-validated" / "state"
+    assert f"--load {state} has no config.json: its classes and its tok" in loaded(text_data(("neg", "pos")), state)
+    with pytest.raises(
+        UserError, match=rf"--load {folder}: the classes of its head are pos, neg, .* neg, pos; .*model"
+    ):
+        loaded(text_data(("neg", "pos")))
+    with pytest.raises(UserError, match="are pos, neg, those of the data a, b, c; "):
+        loaded(text_data(("a", "b", "c")))
+    for file, change, message in (
+        ("config.json", ("single_label_classification", "regression"), "--problem_type regression, not single_label"),
+        (
+            "tokenizer.json",
+            ('"word8": 8', '"word8": 9'),
+            "another tokenizer; use its own: --tok",
+        ),
+    ):
+        copy = shutil.copytree(folder, tmp_path / file)
+        (copy / file).write_text((copy / file).read_text().replace(*change))
+        with pytest.raises(UserError, match=f"--load {copy}: trained with {message}"):
+            loaded(text_data(("pos", "neg")), copy)
+
+
+def test_a_checkpoint_gives_its_own_tokenizer_to_a_run_on_other_texts(tmp_path):
+    resuming.run_rung_2(tmp_path, "--save", "sharded")
+    other = ["--load", tmp_path / "runs" / "2_grad_accum" / "1" / "checkpoint", "--split_seed", 5]
+    with pytest.raises(UserError, match="trained with another tokenizer; use its own: --tok"):
+        resuming.run_rung_2(tmp_path, *other)
+    assert resuming.run_rung_2(tmp_path, *other, "--tokenizer", other[1])[0] == 0
+
+
+@pytest.mark.parametrize("way", [*list(WAYS.values())[1:], ADAPTERS | {"stream_layers": True}])
+def test_an_adapter_goes_on_only_with_the_weights_of_its_base(tmp_path, way):
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    run, _ = trained(tmp_path, model, text_data(), **way, save="sharded", save_every=9)
+    loaded = {"load": str(run.folder / "checkpoint"), "save": "no"}
+    trained(tmp_path, model, text_data(), **way, **loaded, seed=5, precision="bf16-true")
+    trained(tmp_path, model, text_data(), **(ADAPTERS if len(way) > 1 else WAYS["4 bits"]), **loaded)
+    tiny_model("llama", seed=1).save_pretrained(model)
+    resumed = {"resume": str(run.folder), "save": "sharded", "save_every": 9}
+    for option in (loaded, resumed):
+        with pytest.raises(UserError, match=r"^--(load|resume) .*: its adapter was trained on a base model with other"):
+            trained(tmp_path, model, text_data(), **way, **option)
+    (run.folder / "checkpoint" / BASE).unlink()
+    trained(tmp_path, model, text_data(), **way, **loaded)
 
 
 def test_big_bird_attends_fully_from_the_start(tmp_path):

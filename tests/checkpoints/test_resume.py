@@ -218,6 +218,33 @@ def test_keep_keeps_the_newest_and_the_best(tmp_path):
     assert record["best_checkpoint"] == f"checkpoints/{best}"
 
 
+def test_a_start_without_save_every_leaves_the_checkpoints_that_an_earlier_one_keeps(tmp_path):
+    """The stop in between writes a checkpoint of its own, which goes at the end."""
+    home = tmp_path / HOME
+    run_rung_2(tmp_path, "--save_every", 3, "--keep", 2, at="0002/0002 | Batch 0003/")
+    kept = checkpoints(home)
+    assert [path.name for path in kept] == ["step-000000008-validated", "step-000000009", "step-000000011"]
+    assert run_rung_2(tmp_path, "--resume", "auto", at="0002/0002 | Batch 0006/")[0] == 143
+    assert checkpoints(home) == [*kept, kept[0].with_name("step-000000014")]
+    status, text = run_rung_2(tmp_path, "--resume", home, "--save", "consolidated")
+    assert (status, checkpoints(home)) == (0, kept)
+    assert json.loads((home / "run.json").read_text())["best_checkpoint"] == f"checkpoints/{kept[0].name}"
+    status, text = run_rung_2(tmp_path, "--resume", kept[1], "--save_every", 3)
+    assert f"Resumed from {kept[1]}; the next checkpoint removes the 1 after it\n" in text
+    assert "--keep 1 removes checkpoints that --keep 2 has kept\n" in text
+    assert kept[2] not in checkpoints(home)
+
+
+def test_a_resumed_record_names_a_best_checkpoint_that_exists(tmp_path):
+    """A checkpoint holds the record as it was before it, which names a checkpoint that is removed after it."""
+    better = ["--learning_rate", 0.01]
+    run_rung_2(tmp_path, *better, "--save_every", 8)
+    (only,) = checkpoints(tmp_path / HOME)
+    for more in ([], ["--save_every", 8]):
+        assert run_rung_2(tmp_path, *better, "--resume", tmp_path / HOME, *more)[0] == 0
+        assert json.loads((tmp_path / HOME / "run.json").read_text())["best_checkpoint"] == f"checkpoints/{only.name}"
+
+
 def test_a_checkpoint_of_the_test_is_removed_with_its_branch(tmp_path):
     """The run goes on from an older checkpoint. Folders that the user has named stay and do not count."""
     for step, stage in ((8, "validated"), (16, "validated"), (16, "trained"), (16, "validated")):

@@ -57,8 +57,9 @@ class Checkpointer:
         return (found.folder.parent.parent, found.progress["run"]) if found.folder else None
 
     def count(self) -> int:
-        """Return how many checkpoints the run that `find` has found has on the disk."""
-        return len(store.list_steps(self._found.folder.parent)) if self._found.folder else 0
+        """Return how many checkpoints of the run that `find` has found this start may remove."""
+        found = self._found
+        return len(store.list_steps(found.folder.parent)) - len(found.kept) if found.folder else 0
 
     def restore(self, load_state: Callable[[dict, list[dict], dict | None], None]) -> None:
         """Load model, optimizer and training state from the checkpoint that `find` has found, if any.
@@ -113,9 +114,11 @@ class Checkpointer:
 
             def finish():
                 (part / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-                best = store.prune(store.finish(part, minimized), self.settings.keep)
-                if self.settings.save_every:  # otherwise no checkpoint is left after the run
-                    self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
+                kept = self._found.kept
+                best = store.prune(store.finish(part, minimized), self.settings.keep, kept)
+                best = best if self.settings.save_every else store.find_best(kept)  # no others are left after the run
+                self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
+                self.run.record.write()
 
             problem = try_on_all(
                 self.fabric,
@@ -136,18 +139,18 @@ class Checkpointer:
         Args:
             step: Optimizer steps before the best validation.
         """
-        folder = self.run.record.on_rank_zero(lambda: store.find_best(self.run.folder / CHECKPOINTS))
+        folder = self.run.record.on_rank_zero(lambda: store.find_best(store.list_steps(self.run.folder / CHECKPOINTS)))
         if folder is None or store.step_of(folder) != step:
             return False
         read_state(f"--best_weights true: {folder}", folder / "state", self.model, self.optimizer)
         return True
 
     def finish(self) -> None:
-        """Remove the checkpoints of stops and of the best validation; `save_every` keeps its checkpoints."""
+        """Remove the checkpoints of stops and of the best validation; those of `save_every` stay."""
         if self.run.folder and (folder := self.run.folder / CHECKPOINTS).exists():
             store.remove_unfinished(folder)
             if not self.settings.save_every:
-                store.remove_all(folder)
+                store.remove_all(folder, self._found.kept)
 
 
 def _read_rank(folder: Path, rank: int) -> dict:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +25,14 @@ class Found(NamedTuple):
         progress: Its position, settings and figures.
         finished: Whether the run has finished already.
         notes: Lines to print.
+        kept: Checkpoints of earlier starts with `save_every`, which a start without it leaves where they are.
     """
 
     folder: Path | None = None
     progress: dict | None = None
     finished: bool = False
     notes: tuple[str, ...] = ()
+    kept: tuple[Path, ...] = ()
 
 
 def find_checkpoint(settings: Settings, fingerprint: str) -> Found:
@@ -75,9 +78,29 @@ def find_checkpoint(settings: Settings, fingerprint: str) -> Found:
     if found is None:
         raise UserError(f"--resume {resume}: all checkpoints are damaged: {'; '.join(notes)}")
     with refused(f"--resume: cannot use {found}"):
-        progress = json.loads((found / PROGRESS).read_text(encoding="utf-8"))
+        progress = _read_progress(found)
         _check_progress(settings, folder, progress, fingerprint)
-    return Found(found, progress, notes=(*notes, f"Resumed from {found}"))
+        steps = store.list_steps(found.parent)
+        kept = () if settings.save_every else tuple(filter(_is_kept, steps))
+        best = store.find_best(steps if settings.save_every else kept)
+        progress["run"]["record"]["best_checkpoint"] = best and best.relative_to(folder).as_posix()
+    later = 0 if path == folder else sum(map(store.step_of(found).__lt__, map(store.step_of, steps)))
+    notes.append(f"Resumed from {found}" + f"; the next checkpoint removes the {later} after it" * bool(later))
+    before = progress["settings"]
+    if settings.save_every and before.get("save_every") and before.get("keep", 0) > settings.keep:
+        notes.append(f"--keep {settings.keep} removes checkpoints that --keep {before['keep']} has kept")
+    return Found(found, progress, notes=tuple(notes), kept=kept)
+
+
+def _read_progress(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    """Return whether the start that wrote a checkpoint had `save_every`."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
+        return _read_progress(checkpoint)["settings"]["save_every"] > 0
+    return False
 
 
 def _check_progress(settings: Settings, folder: Path, progress: dict, fingerprint: str) -> None:

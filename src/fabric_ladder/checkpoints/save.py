@@ -2,12 +2,14 @@
 
 import copy
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from huggingface_hub import save_torch_state_dict
 from lightning import Fabric
@@ -23,10 +25,11 @@ from fabric_ladder.data.splits import ImageFormat
 from fabric_ladder.distributed.fsdp import free_gathered
 from fabric_ladder.distributed.strategies import engine_state
 from fabric_ladder.environment import write_whole
-from fabric_ladder.errors import UserError, refused
+from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.runs.folder import CHECKPOINTS
 
 OPTIMIZER = "optimizer.json"
+BASE = "base_sample.json"  # values of the frozen weights, next to an adapter
 # values of an adapter that the sizes of its weights do not show
 ADAPTER = "peft_type r lora_alpha use_rslora use_dora target_modules trainable_token_indices".split()
 
@@ -129,6 +132,7 @@ def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int)
             write_whole(folder / OPTIMIZER, json.dumps(record))
     if adapter and rank == 0:  # last: an error before the collectives above would leave the other ranks waiting
         inner.peft_config["default"].save_pretrained(folder)
+        write_whole(folder / BASE, json.dumps(_sample_base(inner)))
 
 
 def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -144,6 +148,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
     adapter = has_adapter(model)
     if adapter:
         _check_adapter(option, folder, inner.peft_config["default"])
+        _check_base(option, folder, inner)
     if engine := engine_state(model):
         engine.read(option, folder, trained_only=adapter)
         return
@@ -255,6 +260,38 @@ def _check_adapter(option: str, folder: Path, own: object) -> None:
         before = getattr(saved, key, None)
         if before != getattr(own, key):
             raise UserError(f"{option}: made with another model or optimizer ({key} {before}, not {getattr(own, key)})")
+
+
+def _check_base(option: str, folder: Path, inner: nn.Module) -> None:
+    """Refuse an adapter of another base model. The first rank's sample counts; checkpoints of 0.2.0 have none."""
+    if not (folder / BASE).is_file():
+        return
+    own, before = [_sample_base(inner)], read_outside(folder / BASE)
+    if dist.is_initialized():
+        dist.broadcast_object_list(own)
+    pairs = [pair for name in own[0].keys() & before.keys() for pair in zip(own[0][name], before[name], strict=False)]
+    others = sum(not math.isclose(*pair, rel_tol=0.01, abs_tol=1e-4) for pair in pairs)  # 16 bits round
+    if others > len(pairs) / 50:  # another device may pack a few weights into other 4 bits
+        raise UserError(
+            f"{option}: its adapter was trained on a base model with other weights than this --model: use the same "
+            "files, or start a new run"
+        )
+
+
+def _sample_base(inner: nn.Module) -> dict[str, list[float]]:
+    """Return up to eight values of each frozen weight, the same in all precisions; 4-bit weights have another name.
+
+    A sharded weight's first values are on the first rank. A head that is replaced may be new, and differ by the seed.
+    """
+    sample = {}
+    frozen = {name for name, weight in inner.named_parameters() if not weight.requires_grad}
+    for name, weight in inner.state_dict(keep_vars=True).items():
+        if name in frozen and ".original_module." not in name:
+            weight = getattr(weight, "ds_tensor", weight).detach()  # ZeRO-3 leaves an empty tensor and its part
+            weight = weight.to_local() if isinstance(weight, DTensor) else weight
+            packed = "" if weight.is_floating_point() else " in 4 bits"
+            sample[name + packed] = weight.reshape(-1)[:8].bfloat16().tolist()
+    return sample
 
 
 def _write_description(folder: Path, inner: nn.Module, data: Collator, dtype: torch.dtype) -> None:

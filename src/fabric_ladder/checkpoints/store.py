@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,8 +86,8 @@ def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def prune(newest: Path, keep: int) -> Path | None:
-    """Remove all checkpoints except the last `keep` and the best, and return the best.
+def prune(newest: Path, keep: int, kept: Sequence[Path] = ()) -> Path | None:
+    """Remove all checkpoints except `kept`, the last `keep` and the best, and return the best.
 
     Checkpoints of later steps than `newest` are damaged, or the run has resumed from an earlier one. They are removed,
     or the next resumed run would take them for the newest.
@@ -96,16 +97,16 @@ def prune(newest: Path, keep: int) -> Path | None:
         _remove(folders.pop())
     if folders[-1] != newest and folders[-1].name.endswith("-trained"):  # in one branch only the test follows it
         _remove(folders.pop())
-    best = find_best(newest.parent)
+    best = find_best(folders)
     for folder in folders[:-keep]:
-        if folder not in (best, newest):
+        if folder not in (best, newest, *kept):
             _remove(folder)
     return best
 
 
-def find_best(checkpoints: Path) -> Path | None:
+def find_best(folders: Sequence[Path]) -> Path | None:
     """Return the checkpoint with the best validation, or None if none has a validation."""
-    figures = {folder: figure for folder in list_steps(checkpoints) if (figure := _minimized(folder)) is not None}
+    figures = {folder: figure for folder in folders if (figure := _minimized(folder)) is not None}
     return min(figures, key=figures.get, default=None)
 
 
@@ -127,11 +128,12 @@ def remove_unfinished(checkpoints: Path) -> None:
         shutil.rmtree(path)
 
 
-def remove_all(checkpoints: Path) -> None:
-    """Remove all checkpoints of a run."""
+def remove_all(checkpoints: Path, kept: Sequence[Path] = ()) -> None:
+    """Remove all checkpoints of a run except `kept`."""
     for folder in list_steps(checkpoints):
-        _remove(folder)
-    with suppress(OSError):  # the user has put other files there
+        if folder not in kept:
+            _remove(folder)
+    with suppress(OSError):  # other files are there
         checkpoints.rmdir()
 
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.disk import check_disk_space
+from fabric_ladder.checkpoints.load import check_meaning
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.label_kind import MOST_CLASSES, Counts
 from fabric_ladder.data.sampler import check_steps
@@ -93,7 +94,10 @@ def _start(training: Training) -> None:
         _check_ownership(model, optimizer)
     resumed = training.checkpointer.find()
     if settings.load and not resumed:
-        read_state(f"--load {settings.load}", Path(settings.load), model, optimizer)
+        data, folder = training.train_loader.dataset, Path(settings.load)
+        if line := run.record.on_rank_zero(lambda: check_meaning(folder, model.module, data)):
+            run.print(line)
+        read_state(f"--load {folder}", folder, model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
     run.record.on_rank_zero(lambda: check_disk_space(settings, model, steps, training.checkpointer.count()))
     prediction = predict(run.planner, fabric, settings, model, training.train_loader, training.val_loader)
