@@ -20,7 +20,7 @@ PARTS = {
     "4-bit llama-3.1-70b": f"{LLAMA} --devices 2 --precision bf16-true --lora true --rungs 9,10,11",
     "streamed qwen3-8b": f"{PLAN} --length 1024 --model Qwen/Qwen3-8B --activation_checkpointing true "
     "--micro_batch_size 4 --rungs 13,14,24",
-    "streamed llama-3.1-70b": f"{LLAMA} --rungs 14,24",
+    "streamed llama-3.1-70b": f"{LLAMA} --micro_batch_size 1 --rungs 14,24",
     "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4",
     "plan bloom-560m two T4": "scripts/plan_memory.py --gpu T4 --devices 2",
     "several bloom-560m two T4": "scripts/plan_memory.py --gpu T4 --devices 2 --rungs 9,10,11 --full",

@@ -39,7 +39,6 @@ MEASURED = {  # the rungs of the README's first table, and the options that the 
     "13_lora": "--lora_targets attention", "14_qlora": "--lora_targets attention", "16_bf16_that_learns": "",
     "18_low_bit_optimizer": "",
 }  # fmt: skip
-NOT_RUN = {"29_streamed_training": " (not run on a GPU)"}  # remarks in the table of cards
 CARDS, CARD_TASK = (8, 12, 16, 24, 32, 80), "instruction-tuning"
 SITE = common.ROOT / "mkdocs.yml"
 PAGES = common.ROOT / "docs" / "techniques"
@@ -148,8 +147,8 @@ def places(name: str) -> list[str]:
 
 
 def cards() -> list[str]:
-    """Return the largest model of the page "Will it fit?" for each size of a card: trained whole, and by adapters."""
-    data = stored.read()
+    """Return the largest model of "Will it fit?" for each size of a card, by rungs whose losses ran on a GPU."""
+    data, entries = stored.read(), common.read_results(common.RESULTS / "gpu.json")["entries"]
     models = {label: model["tasks"][CARD_TASK]["1024"]
               for label, model in data["models"].items() if CARD_TASK in model["tasks"]}  # fmt: skip
     largest_first = sorted(models, key=lambda label: models[label]["0"][0][0], reverse=True)
@@ -162,8 +161,10 @@ def cards() -> list[str]:
             parts = (megabytes * 10**6 for megabytes in models[label][str(row)][0])
             high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]
             host = data["facts"][label][CARD_TASK]["host"][row][0] / 1e3
-            if own == kind and high <= memory and host <= data["host_memory"]:
-                said = f"{label}, [{number(rung)}](techniques/{rung}.md){NOT_RUN.get(rung, '')}, {high / 1e9:.1f} GB"
+            ran = "figures" in entries.get(f"losses: {rung}", {})
+            if ran and own == kind and high <= memory and host <= data["host_memory"]:
+                name = rung.partition("_")[2].replace("_", " ").replace("lora", "LoRA").replace("q", "Q")
+                said = f"{label}, [{name} ({number(rung)})](techniques/{rung}.md), {high / 1e9:.1f} GB"
                 fitting.append((data["order"][CARD_TASK][0][0][row][0], high, said))
         return min(fitting)[2] if fitting else None
 
@@ -172,7 +173,7 @@ def cards() -> list[str]:
         memory = card_memory(str(size))
         found = [[answer(label, memory, kind) for label in largest_first] for kind in kinds]
         largest = [next(filter(None, answers), "–") for answers in found]
-        rows.append([f"{size} GB ({memory / 1e9:.1f})", *largest])
+        rows.append([f"{size} GB ({memory / 1e9:.1f}{'; not a T4' * (size == 16)})", *largest])
     return _table(["card, as sold (10^9 bytes)", *kinds], rows, 4)
 
 
