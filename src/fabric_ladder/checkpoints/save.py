@@ -263,7 +263,7 @@ def _check_adapter(option: str, folder: Path, own: object) -> None:
 
 
 def _check_base(option: str, folder: Path, inner: nn.Module) -> None:
-    """Refuse an adapter of another base model. The first rank's sample counts; checkpoints of 0.2.0 have none."""
+    """Refuse an adapter of another base model. The first rank's sample counts; older checkpoints have none."""
     if not (folder / BASE).is_file():
         return
     own, before = [_sample_base(inner)], read_outside(folder / BASE)
