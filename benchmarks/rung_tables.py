@@ -152,12 +152,13 @@ def cards() -> list[str]:
     models = {label: model["tasks"][CARD_TASK]["1024"]
               for label, model in data["models"].items() if CARD_TASK in model["tasks"]}  # fmt: skip
     largest_first = sorted(models, key=lambda label: models[label]["0"][0][0], reverse=True)
-    kinds = ["all weights", "adapters", "adapters on 4-bit weights"]
+    kinds = ["all weights", "adapters", "adapters on 4-bit weights", "the same, streamed from CPU memory"]
+    of_rung = {"14_qlora": kinds[2], "24_streamed_layers": kinds[3]}
 
     def answer(label: str, memory: int, kind: str) -> str | None:
         fitting = []
         for row, rung, facts in stored.on_one_gpu(data, models.values()):
-            own = kinds[0] if facts["all"] else kinds[2] if rung == "14_qlora" else kinds[1]
+            own = kinds[0] if facts["all"] else of_rung.get(rung, kinds[1])
             parts = (megabytes * 10**6 for megabytes in models[label][str(row)][0])
             high = ANY_GPU.bounds(Peak(*parts, host=0, phase="training"))[1]
             host = data["facts"][label][CARD_TASK]["host"][row][0] / 1e3
@@ -174,7 +175,7 @@ def cards() -> list[str]:
         found = [[answer(label, memory, kind) for label in largest_first] for kind in kinds]
         largest = [next(filter(None, answers), "–") for answers in found]
         rows.append([f"{size} GB ({memory / 1e9:.1f}{'; not a T4' * (size == 16)})", *largest])
-    return _table(["card, as sold (10^9 bytes)", *kinds], rows, 4)
+    return _table(["card, as sold (10^9 bytes)", *kinds], rows, 5)
 
 
 BLOCKS = {block.__name__: block for block in (measured, ladder, cards, techniques)}
