@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabric_ladder import Settings, parse_settings
 from fabric_ladder.data.sampler import EVALUATED
-from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
+from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
@@ -135,6 +136,20 @@ def test_the_prediction_agrees_with_real_tensors_under_fsdp(tmp_path, precision,
     predicted, measured = predict_peak(settings, training), peak_of_ranks(settings, training)
     assert predicted.total == pytest.approx(measured.total, rel=0.01)
     assert predicted.host == pytest.approx(measured.host, rel=0.01)
+
+
+def test_under_fsdp_a_size_has_the_same_prediction_after_another_one(tmp_path):
+    """The head shares the table, whose gradient is added to; FSDP prepares this in the first pass of a size."""
+    path = tmp_path / "tied.json"
+    path.write_text(
+        json.dumps({"model_type": "bloom", "vocab_size": 8192, "hidden_size": 64, "n_layer": 2, "n_head": 4})
+    )
+    values = {"model": str(path), "strategy": "fsdp", "devices": 1, "precision": "bf16-true", "loss_chunk": 4}
+    settings = [case(tmp_path, "bloom-lm", optimizer="sgd", micro_batch_size=n, **values)[0] for n in (1, 2)]
+    batches = [largest_batches(each, 16) for each in settings]
+    with rehearse(settings[0], blank_datasets(2)) as rehearsal:
+        found = [rehearsal.peak(each, *batch) for each, batch in zip(settings, batches, strict=True)]
+    assert found == [predict_peak(each, *batch) for each, batch in zip(settings, batches, strict=True)]
 
 
 @pytest.mark.parametrize(("precision", "chunk"), [("32-true", 64), ("bf16-true", 4)])

@@ -196,7 +196,7 @@ class _Steps:
     """A model's steps on fake tensors: those of a rung's script and `loop.train`, without printing or reading values.
 
     A run has gradients and optimizer state from its second step on. The rehearsal creates them without computing them.
-    FSDP prepares itself in its first pass, so it gets a pass before the tracker counts.
+    FSDP prepares itself in the first pass of each size, so it gets a pass before the tracker counts.
 
     Args:
         model: The model on the meta device.
@@ -216,7 +216,7 @@ class _Steps:
         self.sharded = sharded
         self.keeps = keeps
         self.parked = sharded and settings.offload
-        self._warm = False
+        self._warm: set[tuple] = set()
         options = {"precision": _rehearsed(settings.precision)}
         if sharded:
             options |= {"strategy": fsdp_strategy(settings, self._shard), "plugins": [_AllRanksStarted()]}
@@ -243,10 +243,11 @@ class _Steps:
     def train(self, micro_batches: list[MicroBatch], first: bool) -> list[Moment]:
         """Return the moments of forward and backward passes; `first`: without gradients, unless they stay."""
         with self._counted():
-            if self.sharded and not self._warm:
-                self._pass(micro_batches[-1])
+            if self.sharded and not self._warm.issuperset(map(_sizes, micro_batches)):
+                for micro_batch in micro_batches:
+                    self._pass(micro_batch)
                 self._name_tensors()
-                self._warm = True
+                self._warm.update(map(_sizes, micro_batches))
             self.optimizer.zero_grad()
             if self.keeps or not first:
                 self._give_gradients()
