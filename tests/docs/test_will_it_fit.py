@@ -83,8 +83,7 @@ def test_the_stored_figures_are_those_of_the_predictor(key):
     if not row["single"]:
         pytest.skip("the test of what the page adds for several GPUs has these")
     question = random.Random(number + 100 * old).choice(PREDICTED[key])
-    first = row["rung"] == "11_fsdp_cpu_offload"  # where the size that is rehearsed first takes a few percent more
-    size, peaks = 1 if first else int(question["batch"]), keys_of(question)[key]
+    size, peaks = int(question["batch"]), keys_of(question)[key]
     given = {"batch_size": size if row["whole"] else max(16, 2 * size), "eval_batch_tokens": None}
     given |= {"length": int(question["length"]) or 1024, "micro_batch_size": size, "task": question["task"]}
     given |= {"gpu": "T4" if old else "A100 80GB", **read_words(row["options"].split())}
