@@ -70,11 +70,10 @@ def accuracy(rung: Path) -> str:
     return f"as {number(below)}"
 
 
-def peak_on_h100(rung: str, options: str) -> float | None:
-    """Return the measured peak of BLOOM-560m in GB, or None if the H100 did not run the rung with these options."""
+def on_h100(rung: str, options: str) -> dict | None:
+    """Return the figures of BLOOM-560m's memory, or None if the H100 did not run the rung with these options."""
     entries = common.read_results(common.RESULTS / "gpu.json")["entries"]
-    entry = entries.get(f"memory: bloom-560m, {rung} {options}".strip(), {})
-    return entry["figures"]["peak_memory_bytes"] / 1e9 if "figures" in entry else None
+    return entries.get(f"memory: bloom-560m, {rung} {options}".strip(), {}).get("figures")
 
 
 def measured() -> list[str]:
@@ -82,7 +81,8 @@ def measured() -> list[str]:
     rows = []
     for rung in (rung for rung in RUNGS if rung.stem in MEASURED):
         below = parent(rung)
-        peak, before = (peak_on_h100(each, MEASURED.get(each, "")) for each in (rung.stem, below.stem))
+        figures = [on_h100(each, MEASURED.get(each, "")) for each in (rung.stem, below.stem)]
+        peak, before = (each["peak_memory_bytes"] / 1e9 for each in figures)
         to_parent = f"{change(peak, before)} ({number(below)})"
         rows.append([*_links(rung.stem), f"{peak:.2f}", to_parent, accuracy(rung)])
     return _table(["rung", "technique", "GB", "change from (rung)", "accuracy, %"], rows, 2)
@@ -97,8 +97,8 @@ def ladder() -> list[str]:
         for name in others:
             memory, remark = predicted(name)
             options, gpus, _ = PREDICTED.get(name, PLAIN)
-            peak = peak_on_h100(name, options) if gpus == 1 else None
-            found = f"{peak:.2f}" if peak else NONE
+            figures = on_h100(name, options) if gpus == 1 else None
+            found = f"{figures['peak_memory_bytes'] / 1e9:.2f}" if figures else NONE
             rows.append([*_links(name), f"{memory:.2f}{remark}", found, accuracy(paths[name])])
     return _table(["rung", "technique", "predicted, GB", "measured, GB", "accuracy, %"], rows, 2)
 

@@ -33,7 +33,7 @@ from fabric_ladder.techniques.adam_4bit import TABLES
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "benchmarks"))
-from rung_tables import MEASURED, accuracy  # noqa: E402
+from rung_tables import MEASURED, accuracy, on_h100  # noqa: E402
 
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 PICTURES: dict[str, tuple[Callable[[Figure, Look], None], float]] = {}
@@ -102,8 +102,7 @@ def measured_peaks(figure: Figure, look: Look) -> None:
         "5_low_precision": "5 bfloat16", "7_grad_checkpointing": "7 checkpointing", "13_lora": "13 LoRA on attention",
         "14_qlora": "14 the same in 4 bits",
     }  # fmt: skip
-    measured = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["entries"]
-    found = [measured[f"memory: bloom-560m, {rung} {MEASURED[rung]}".strip()]["figures"] for rung in names]
+    found = [on_h100(rung, MEASURED[rung]) for rung in names]
     source = "measured, one text of 1,024 tokens at a time; first bar predicted"
     [axes] = panels(figure, look, source, left=2.1)
     rows = {

@@ -84,7 +84,7 @@ def find_checkpoint(settings: Settings, fingerprint: str) -> Found:
         kept = () if settings.save_every else tuple(filter(_is_kept, steps))
         best = store.find_best(steps if settings.save_every else kept)
         progress["run"]["record"]["best_checkpoint"] = best and best.relative_to(folder).as_posix()
-    later = 0 if path == folder else sum(map(store.step_of(found).__lt__, map(store.step_of, steps)))
+    later = 0 if path == folder else sum(store.step_of(step) > store.step_of(found) for step in steps)
     notes.append(f"Resumed from {found}" + f"; the next checkpoint removes the {later} after it" * bool(later))
     before = progress["settings"]
     if settings.save_every and before.get("save_every") and before.get("keep", 0) > settings.keep:

@@ -5,12 +5,7 @@ from pathlib import Path
 
 import datasets as hf
 from tokenizers import AddedToken
-from transformers import (
-    AutoTokenizer,
-    BatchEncoding,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.errors import UserError
