@@ -15,9 +15,9 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
-    MambaConfig,
     OPTConfig,
     PhiConfig,
+    RwkvConfig,
 )
 
 from fabric_ladder.techniques.chunked_loss import chunked_loss, use_chunked_loss
@@ -37,7 +37,7 @@ WITH_MORE = [  # a soft cap, a factor, a divisor, another decoder, other outputs
     CohereConfig(**HEADS),
     GraniteConfig(logits_scaling=3.0, **HEADS),
     OPTConfig(ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=WIDTH, dropout=0.0, **COMMON),
-    MambaConfig(state_size=4, **COMMON),
+    RwkvConfig(**COMMON),
 ]
 
 
