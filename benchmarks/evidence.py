@@ -65,7 +65,6 @@ SETS = {
     "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,13,14,15,16,17,18,22,25,26", seeds=5),
     "imdb_2000_cpu": Set(IMDB_2000, "6,16,17,18,25,26", seeds=5),  # another device
     "imdb_2000_8_bit_error": Set([*IMDB_2000, "--kahan_summation", "8-bit"], "16", seeds=5),
-    "imdb_2000_one_by_one": Set([*IMDB_2000, "--micro_batch_size", "1"], "5,16", seeds=5),
     "imdb_2000_halved": Set([*IMDB_2000, "--train_samples", "1000"], "5,16", seeds=5),
     "imdb_2000_attention": Set([*IMDB_2000, *ATTENTION], "13,14", seeds=5),
     "imdb_2000_attention_cpu": Set([*IMDB_2000, *ATTENTION], "13,14", seeds=5),
@@ -74,7 +73,7 @@ SETS = {
     "imdb": Set([*MINILM, *WHOLE], "1,2,4,15,16"),
     "imdb_256": Set([*MINILM, *WHOLE, "--max_length", "256"], "2,4,15,16"),
     "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml"], "2,13", minilm=False, seeds=3),
-    "ratings": Set([*IMDB_2000, *RATINGS, "--max_length", "64"], "2,13", seeds=3),
+    "ratings": Set([*IMDB_2000, *RATINGS, "--max_length", "64"], "2,13", seeds=5),
 }
 CLASSES = {"1": "1", "2": "2-4", "3": "2-4", "4": "2-4", "7": "7-8", "8": "7-8", "9": "9", "10": "10"}  # of `ratings`
 

@@ -273,7 +273,7 @@ def accuracy_costs() -> list[dict]:
     """
     whole, halved, found = own("imdb_2000")["2_grad_accum"], own("imdb_2000_halved"), {}
     for set, rung, _ in variants():
-        if set.endswith(("_cpu", "_one_by_one", "_halved")) or rung not in own(set):
+        if set.endswith(("_cpu", "_halved")) or rung not in own(set):
             continue
         row, best = (most_seeds(set, each) for each in (own(set)[rung], best_row(set, rung) or own(set)[rung]))
         points, least, remarks = lost(row, whole), lost(best, whole), "MiniLM"

@@ -43,7 +43,7 @@ def all_finite(gradients: list[Tensor]) -> Tensor:
     The test takes the largest magnitudes, which cannot overflow as a sum of squares can.
     """
     if gradients[0].device.type == "cpu":  # PyTorch's norm is a scalar loop there, five times as slow
-        largest = [torch.stack(gradient.aminmax()) for gradient in gradients]
+        largest = [bound for gradient in gradients for bound in gradient.aminmax()]
     else:
         largest = torch._foreach_norm(gradients, torch.inf)
     return torch.stack(largest).isfinite().all()
