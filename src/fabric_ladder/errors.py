@@ -1,6 +1,7 @@
 """Errors that the user can fix (one line, exit status 2), and reading files that the user wrote."""
 
 import atexit
+import functools
 import json
 import os
 import select
@@ -159,7 +160,19 @@ def refused(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({': '.join(part for part in (kind, reason) if part)})") from error
 
 
-def read_outside(path: Path, parse: Callable[[str], object] = json.loads, kind: str = "JSON"):
+def once(pairs: list[tuple[str, object]]) -> dict:
+    """Return names and values as a dict; a name that is written twice raises a ValueError."""
+    names, found = [name for name, _ in pairs], dict(pairs)
+    if len(found) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} is written {names.count(twice)} times: leave one")
+    return found
+
+
+READ_JSON = functools.partial(json.loads, object_pairs_hook=once)
+
+
+def read_outside(path: Path, parse: Callable[[str], object] = READ_JSON, kind: str = "JSON"):
     """Return the parsed content of a user's file.
 
     Args:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import yaml
 
-from fabric_ladder.errors import UserError, read_outside
+from fabric_ladder.errors import UserError, once, read_outside
 from fabric_ladder.foreign import (
     ALIASES,
     DEPENDENT,
@@ -425,9 +425,7 @@ class _Texts(yaml.SafeLoader):
     """Reads every scalar as a text, so that `no` is not taken for `false`, except for null; refuses a repeated key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise ValueError(f"{twice} is written {keys.count(twice)} times: leave one")
+        once([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
         return super().construct_mapping(node, deep)
 
 

@@ -228,6 +228,7 @@ def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
         ({"optimizer": "Adam"}, {}, "is not a configuration of DeepSpeed"),
         ({"zero_optimization.stage": 0}, {}, "src/9_ddp.py shards nothing"),
         ("{,}", {}, "as JSON ("),
+        ('{"a": 1, "a": 2}', {}, "as JSON (a is written 2 times: leave one)"),
         ("[1]", {}, "is not a configuration of DeepSpeed"),
         ("", {"deepspeed": "zero4"}, "--deepspeed zero4: the file does not exist; give a path, or one of zero1, zero2"),
         ("", {"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weight"),
