@@ -3,6 +3,7 @@
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
     python benchmarks/against_peers.py --part minilm bloom --measure cuts    rung 2, from one sample at a time to all
     python benchmarks/against_peers.py --part minilm bloom --measure rung_1  rung 1 against a bare loop
+    python benchmarks/against_peers.py --part bloom --measure checkpointing  what checkpointing costs (rungs 5, 7, 21)
 
 Parts:
     minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
@@ -56,6 +57,7 @@ BEST = {  # of Trainer on two cores, found by trying one of the switches of peer
 }
 CUTS = [f"--micro_batch_size {size}" for size in (1, 2, 4, 16)]
 CUTS += [f"--micro_batch_tokens {tokens}" for tokens in (512, 1024, 2048, 4096)]
+CHECKPOINTING = ("5_low_precision", "7_grad_checkpointing", "21_selective_checkpointing")
 LENGTHS = (256, 512, 1024, 2048)
 SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
 TOLERANCES = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}
@@ -112,6 +114,19 @@ def compare_cuts(part: str, args: argparse.Namespace, folder: Path) -> dict:
     return {"conditions": conditions} | turns
 
 
+def compare_checkpointing(part: str, args: argparse.Namespace, folder: Path) -> dict:
+    """Measure rungs that keep all activations, none, and some, with 2,048 tokens at a time."""
+    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
+    turns = take_turns(
+        {rung: rung_command(options, rung, "--micro_batch_tokens", "2048") for rung in CHECKPOINTING},
+        args.repeats, args.threads,
+    )  # fmt: skip
+    check_alike(turns["repeats"])
+    seconds = {rung: figures["training_seconds"] for rung, figures in turns["medians"].items()}
+    ratios = {rung: taken / seconds[CHECKPOINTING[0]] for rung, taken in seconds.items()}
+    return {"conditions": conditions} | turns | {"ratios": ratios}
+
+
 def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
     options = [*BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
@@ -131,7 +146,7 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     return {"conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"}} | turns | {"ratios": ratios}
 
 
-DUELS = {"sides": duel, "cuts": compare_cuts, "rung_1": compare_first}
+DUELS = {"sides": duel, "cuts": compare_cuts, "rung_1": compare_first, "checkpointing": compare_checkpointing}
 
 
 def main() -> None:
