@@ -22,7 +22,6 @@ MACHINE = {
     "hardware": {"device": "cuda", "gpu": "NVIDIA H100", "processor": "CPU"}, "gpus": 1, "rehearsal": False,
     "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "commit": "abcdef0", "date": "2026-11-22T12:00:00+0000",
 }  # fmt: skip
-MADE = {key: MACHINE[key] for key in ("date", "commit")}
 
 
 @pytest.fixture
@@ -154,37 +153,7 @@ def test_a_gpu_measures_every_rung_after_the_most_important_entries(tmp_path):
 
 
 def test_figures_fill_the_pages():
-    run = {"precision": "bf16-true", "samples_per_second": 50.0, "late_samples_per_second": 60.0,
-           "tokens_per_second": 15_000.0, "mfu": 0.31, "peak_memory_bytes": 10_100_000_000,
-           "predicted_peak_bytes": 10_000_000_000}  # fmt: skip
-    figures = {
-        "memory: bloom-560m, 13_lora": {"predicted_peak_bytes": 2e9, "peak_memory_bytes": 2e9},
-        "5_low_precision": run,
-        "15_packing": run | {"late_samples_per_second": 70.0, "peak_reserved_bytes": 12_000_000_000},
-        "gradients": {"passed": True},
-        "calibration": {"measured": {"context": 5e8, "workspace": 6e7, "fragmentation": 0.05}},
-    }
-    records = {name: MADE | {"figures": each} for name, each in figures.items()}
-    records |= {
-        "loss": MADE | {"failed": "no memory"},
-        "5_low_precision": records["5_low_precision"] | {"commit": "0fedcba"},
-    }
-    left_out = {"9_ddp": "one GPU", "profile": harvest.STOPPED, "embeddings": "needs about 20 s, and 3 s were left"}
-    blocks = harvest.tables({"machine": MACHINE, "entries": records, "left_out": left_out})
-    assert blocks["status"] == [
-        "1 x **NVIDIA H100**, torch 2.13.0, transformers 5.23.0: "
-        "1 entries of commit 0fedcba (2026-11-22), 5 entries of commit abcdef0 (2026-11-22). "
-        "Not measured: 9_ddp (one GPU); loss (failed); 2 of 8 entries, for lack of time."
-    ]
-    speed = "| 5_low_precision | bf16-true | 50.0 | 60.0 | 15,000 | 31.0% | 10.00 | 10.10 | +1.0% |"
-    assert blocks["speeds"][2] == speed
-    assert blocks["summary"][2:] == [  # the fastest first
-        "| 15_packing | bf16-true | 70 | 50 | 10.1 | 12.0 |",
-        "| 5_low_precision | bf16-true | 60 | 50 | 10.1 |  |",
-    ]
-    assert blocks["memory"][2:] == ["| bloom-560m, 13_lora | 2.00 | 2.00 | +0.0% |"]
-    assert blocks["checks"][2:] == ["| gradients | passed |  |"]
-    assert blocks["verdict"] == ["1 of 1 checks passed. The largest difference of a loss is 0.0e+00."]
+    blocks = harvest.tables(harvest.read_harvest(harvest.OUT))
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     assert all(f":{name} -->" in pages for name in blocks.keys() - set(harvest.AS_CSV))
     for path in (harvest.OUT, common.RESULTS / "gpu_h200.json"):

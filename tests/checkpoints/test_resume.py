@@ -90,17 +90,6 @@ def test_a_run_stopped_at_any_place_resumes_bit_by_bit(tmp_path, undisturbed, mo
     assert (tmp_path / HOME / best / "manifest.json").exists()
 
 
-@SLOW
-def test_adapters_stopped_three_times_resume_bit_by_bit(tmp_path):
-    more = [*EVERY_100, "--resume", "auto"]
-    for place in ("Batch 0003/", "Batch 0008/0008", "0002/0002 | Batch 0006/"):
-        assert run_here("13_lora", tmp_path, *more, at=place)[0] == 143
-    for cwd in (tmp_path, tmp_path / "whole"):
-        cwd.mkdir(exist_ok=True)
-        assert run_here("13_lora", cwd, *more)[0] == 0
-    assert_same(*(cwd / "runs" / "13_lora" / "1" for cwd in (tmp_path, tmp_path / "whole")))
-
-
 def test_a_checkpoint_of_a_later_epoch_leads_to_the_same_end(tmp_path):
     more = ["--save_every", 3, "--keep", 99, "--micro_batch_size", 4]
     run_here("2_grad_accum", tmp_path, *more)

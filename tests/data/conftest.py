@@ -14,9 +14,10 @@ from fabric_ladder.data.instructions import prompt_text
 
 
 @pytest.fixture
-def load(tmp_path):
-    """Load texts with the test's own cache."""
-    return partial(load_in, tmp_path, model=BLOOM)
+def load(request, tmp_path):
+    """Load data with the test's own cache. A module's `LOAD` is its loader and options; otherwise it loads texts."""
+    loader, options = getattr(request.module, "LOAD", (load_in, {"model": BLOOM}))
+    return partial(loader, tmp_path, **options)
 
 
 @pytest.fixture(scope="session")

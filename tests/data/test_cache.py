@@ -1,19 +1,17 @@
 """The cache is made once, by one process. It is made again if anything that affects the tokens changes."""
 
 import json
+import multiprocessing
 import os
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
 from support.data_files import BLOOM, SPLITS, assert_mapped, cached, files_of, load_in, table, write_table
-from support.helpers import ROOT, file_system, finished, run_script
+from support.helpers import file_system
+from support.resuming import start_fork
 
 from fabric_ladder.errors import UserError
-
-FILL = ROOT / "tests" / "support" / "fill_cache.py"
 
 
 def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
@@ -78,18 +76,23 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
         assert load_in(tmp_path, **values, cache_dir=str(disk / "cache")).fingerprint
 
 
+def fill(folder, both, found):
+    both.wait()
+    got = load_in(folder, "texts.csv", model=BLOOM)
+    found.put((got.fingerprint, len(got.splits["train"])))
+
+
 def test_two_processes_can_fill_an_empty_cache_together(tmp_path):
     write_table(table(600), tmp_path / "texts.csv")
-    names = ("one", "other")
-    with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run_script, FILL, name, BLOOM, cwd=tmp_path) for name in names]
-        while not all((tmp_path / name).exists() for name in names):
-            assert not any(process.done() for process in both)
-            time.sleep(0.01)
-        (tmp_path / "go").touch()
-        printed = [finished(process.result()) for process in both]
-    assert printed[0] == printed[1]
-    assert re.fullmatch(r"[0-9a-f]{20} 420\n", printed[0]), printed
+    both, found = multiprocessing.Barrier(2, timeout=60), multiprocessing.SimpleQueue()
+    forks = [start_fork(fill, tmp_path, both, found) for _ in range(2)]
+    for fork in forks:
+        fork.join()
+    assert [fork.exitcode for fork in forks] == [0, 0]
+    fingerprint, size = found.get()
+    assert found.get() == (fingerprint, size)
+    assert re.fullmatch("[0-9a-f]{20}", fingerprint)
+    assert size == 420
     (folder,) = cached(tmp_path)
     assert not list((tmp_path / "cache").rglob("unfinished-*"))
     assert json.loads((folder / "facts.json").read_text())["class_names"] == ["0", "1"]

@@ -1,7 +1,6 @@
 """Keys and flags of messages, and columns of chats: each is used, named or refused, and only answers are trained."""
 
 import json
-from functools import partial
 from itertools import chain
 
 import pyarrow as pa
@@ -22,12 +21,7 @@ TOOLS = (  # writes tools, calls of tools, reasoning and names
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"n": 7}'}}
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load rows or a file with a cache of the test's own."""
-    return partial(load_instructions, tmp_path, max_length=4096)
+LOAD = load_instructions, {"max_length": 4096}
 
 
 @pytest.fixture

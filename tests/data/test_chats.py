@@ -66,12 +66,7 @@ FAMILIES = {
     "qwen-3": Family("<|im_end|>", (*IM, "<think>", "</think>"), "", (EMPTY_THOUGHT, "<|im_end|>")),
     "smollm-3": Family("<|im_end|>", IM),
 }  # fmt: skip
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load rows with a cache of the test's own."""
-    return partial(load_instructions, tmp_path, max_length=8192)
+LOAD = load_instructions, {"max_length": 8192}
 
 
 @pytest.fixture

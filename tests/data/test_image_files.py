@@ -3,7 +3,6 @@
 import re
 import tarfile
 from collections import Counter
-from functools import partial
 
 import datasets as hf
 import pytest
@@ -15,12 +14,7 @@ from fabric_ladder.data import image_files
 from fabric_ladder.errors import UserError
 
 TASK = "image-classification"
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load images with a cache of the test's own."""
-    return partial(load_in, tmp_path, model=VIT, task=TASK)
+LOAD = load_in, {"model": VIT, "task": TASK}
 
 
 def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):

@@ -5,7 +5,6 @@ import json
 import struct
 import zlib
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -36,12 +35,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 TASK = "image-classification"
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load images with a cache of the test's own."""
-    return partial(load_in, tmp_path, model=VIT, task=TASK)
+LOAD = load_in, {"model": VIT, "task": TASK}
 
 
 def decoded(image, side=64, **options):

@@ -1,7 +1,6 @@
 """Rows of instructions and chats from all kinds of files and from reviews, and errors in them."""
 
 import json
-from functools import partial
 
 import pandas as pd
 import pytest
@@ -10,11 +9,7 @@ from support.data_files import SPLITS, cached, chats, load_instructions, rows, s
 from fabric_ladder.data.instruction_rows import check_for
 from fabric_ladder.errors import UserError
 
-
-@pytest.fixture
-def load(tmp_path):
-    """Load rows or a file with a cache of the test's own."""
-    return partial(load_instructions, tmp_path)
+LOAD = load_instructions, {}
 
 
 def test_every_format_gives_the_same_tokens(tmp_path, load, tokenizers):

@@ -1,7 +1,6 @@
 """Instructions: prompts, tokens and labels for three kinds of tokenizers, and the cache."""
 
 import json
-from functools import partial
 
 import pytest
 from support.data_files import (
@@ -21,12 +20,7 @@ from transformers import AutoTokenizer
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.errors import UserError
 
-
-@pytest.fixture
-def load(tmp_path):
-    """Load rows or a file with a cache of the test's own."""
-    return partial(load_instructions, tmp_path)
-
+LOAD = load_instructions, {}
 
 REFUSING = CHATML + "{% if messages[0].content == 'Name 4.' %}{{ raise_exception('no fours') }}{% endif %}"
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
+LEAN = {"precision": "bf16-true", "step_in_backward": True, "activation_checkpointing": True}
+FLOAT8 = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 COMBINATIONS = [  # settings that no rung combines
     ("vit", {"precision": "bf16-true", "optimizer": "adafactor"}),
     ("vit", {"attention": "eager", "micro_batch_size": 1, "optimizer": "sgd"}),
@@ -42,6 +45,13 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
     ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("vit", {"optimizer": "sinkgd", "precision": "bf16-true", "step_in_backward": True}),
+    ("bloom-lm", {"model": str(MODELS / "qwen3-tiny.json"), "optimizer": "sgd", **LEAN}),
+    pytest.param("bloom", {"precision": "bf16-mixed", "float8": True}, marks=FLOAT8),
+    pytest.param(
+        "vit",
+        {"lora": True, "precision": "bf16-mixed", "float8": True, "activation_checkpointing": True},
+        marks=[FLOAT8, pytest.mark.slow],
+    ),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
 LEFT_OUT = {  # rungs whose prediction a process without a GPU cannot compare with real tensors
@@ -261,6 +271,7 @@ def test_formulas_add_the_memory_that_cannot_be_rehearsed(tmp_path):
     zero2 = {"strategy": "deepspeed", "deepspeed": "zero2"}
     shared = predicted(precision="bf16-mixed", devices=2, optimizer="adam-8bit", **zero2)
     assert shared.gradients + shared.optimizer_state == round(count * (10 + 2 * (1 + 4 / 256)) / 2)
+    assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits per weight in the article
     held = set()
     for precision in ("bf16-true", "32-true"):
         whole, in_4_bits = (predicted(lora=True, precision=precision, quantization=how) for how in ("no", "nf4"))
@@ -300,18 +311,23 @@ def test_attention_of_documents_needs_less_memory_than_digits(tmp_path):
     assert peak("varlen", activation_checkpointing=True) < peak("fused", activation_checkpointing=True)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Module is None")
-def test_the_prediction_agrees_with_real_tensors_for_two_narrow_layers_of_a_model_of_docs_memory(tmp_path):
-    """The layers have an eighth of the width, because a CPU without bfloat16 takes ten minutes for whole layers."""
-    config = json.loads((MODELS / "qwen3-8b.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
-    config |= {size: config[size] // 8 for size in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    config["num_key_value_heads"] //= 8
-    config.pop("layer_types", None)
-    (tmp_path / "two_layers.json").write_text(json.dumps(config))
-    values = {"precision": "bf16-true", "optimizer": "sgd", "step_in_backward": True, "activation_checkpointing": True}
-    settings, training, _ = case(tmp_path, "bloom-lm", model=str(tmp_path / "two_layers.json"), **values)
-    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
+@pytest.mark.parametrize(
+    "values",
+    [{"activation_checkpointing": True, "precision": "bf16-mixed"}, {"lora": True, "precision": "bf16-true"}],
+    ids=str,
+)
+def test_the_prediction_agrees_with_real_tensors_of_a_tiled_mlp(tmp_path, values):
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 1024}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "wide.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    values = {"model": str(tmp_path / "wide.json"), "task": "instruction-tuning", "micro_batch_size": 1, **values}
+    peaks = []
+    for tile in (None, 40):
+        settings, training, _ = case(tmp_path, "llama", mlp_tile=tile, **values)
+        peaks.append(predict_peak(settings, training).total)
+        assert peaks[-1] == pytest.approx(measured_peak(settings, training), rel=0.01)
+    assert peaks[1] < peaks[0]
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")

@@ -190,19 +190,6 @@ def runs(folder):
     return run
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """Return a function that runs a rung without a config, or returns its finished process, and the folder."""
-    folder, done = tmp_path_factory.mktemp("quickstart"), {}
-
-    def run(name):
-        if name not in done:
-            done[name] = run_script(SRC / f"{name}.py", *SMALL, cwd=folder)
-        return done[name]
-
-    return run, folder
-
-
 @pytest.mark.parametrize("name", EACH)
 def test_a_rung_prints_the_documented_lines(runs, name):
     values = {
@@ -271,9 +258,9 @@ def test_a_plain_script_on_two_devices_prints_the_losses_of_one(runs, folder, na
     compare(run_plain(name, folder, DEVICES=2), finished(runs(name)), 5e-3)  # two ranks sum in another order
 
 
-def test_the_quickstart_prints_its_own_lines(quickstart):
+def test_the_quickstart_prints_its_own_lines(tmp_path):
     """Rung 6 has its own learning rate, and starts from random weights here."""
-    printed = finished(quickstart[0]("6_lean_optimizer"))
+    printed = finished(run_script(SRC / "6_lean_optimizer.py", *SMALL, cwd=tmp_path))
     for line in (
         r"No --config and no CUDA GPU: this is the quickstart \(configs/quickstart\.yaml\), .*",
         r"Learning rate 0\.01 in place of 0\.001, which quickstart\.yaml has .*",
@@ -313,21 +300,11 @@ def test_every_rung_reads_the_same_data(runs, folder):
         assert record_of(runs, folder, name)["data"] == record_of(runs, folder, "2_grad_accum")["data"], name
 
 
-def test_the_first_losses_are_equal_or_near_in_every_rung(runs, quickstart):
-    """In low precision the first effective batch has nearly the same loss, with 4 bits for each weight if it has 16."""
-    others = ["14_qlora", "15_packing"]
-    for run, names in ((runs, {*QUICK[1:]} - {*others}), (quickstart[0], others)):
-        expected, *found = (float(LOSS.search(finished(run(name)))[2]) for name in ("2_grad_accum", *names))
-        assert found == pytest.approx([expected] * len(found), rel=0.02), names
-
-
-def test_exact_techniques_change_no_bit_of_the_quickstart(quickstart):
-    """Graphs are replayed on a GPU alone. Adapters on random weights are saved together with these weights."""
-    run, folder = quickstart
-    assert losses(run, folder, "27_cuda_graphs") == losses(run, folder, "15_packing")
-    assert losses(run, folder, "24_streamed_layers") == losses(run, folder, "13_lora")
-    saved = [folder / "runs" / name / "1" / "base" / "model.safetensors" for name in ("13_lora", "24_streamed_layers")]
-    assert saved[0].read_bytes() == saved[1].read_bytes()
+def test_the_first_losses_are_equal_or_near(runs):
+    """In low precision the first effective batch has nearly the same loss."""
+    names = {*QUICK[1:]} - {"14_qlora", "15_packing"}  # 4 bits are coarse in this model; rung 15 has other batches
+    expected, *found = (float(LOSS.search(finished(runs(name)))[2]) for name in ("2_grad_accum", *names))
+    assert found == pytest.approx([expected] * len(found), rel=0.02), names
 
 
 def test_exact_techniques_change_no_bit(runs, folder):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import socket
 import subprocess
@@ -38,14 +37,6 @@ DEEPSPEED_FILES = Path(__file__).parent / "fixtures" / "deepspeed"
 MODELS = CONFIGS / "models"
 SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
 VOCABULARY = 64
-# prints the growth of the process in MiB after a tensor of 64 MiB was freed
-FREES_64_MIB = """
-import psutil, torch
-before = psutil.Process().memory_info().rss
-held = torch.ones(2**24)
-del held
-print((psutil.Process().memory_info().rss - before) / 2**20)
-"""
 DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -110,11 +101,6 @@ def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, intermediate_size=32, **common)
     return LlamaForCausalLM(config) if kind == "llama-lm" else LlamaForSequenceClassification(config)
-
-
-def deepspeed_file(name):
-    """Return a DeepSpeed configuration as a guide prints it."""
-    return json.loads((DEEPSPEED_FILES / f"{name}.json").read_text())
 
 
 def settings_for(tmp_path, **values):

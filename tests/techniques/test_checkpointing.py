@@ -1,7 +1,6 @@
 """Selective checkpointing and activation offload: the bits of plain checkpointing, operations, memory and copies."""
 
 import gc
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partialmethod
@@ -10,13 +9,13 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import settings_for, tiny_model, token_datasets
+from support.made import Kernels
 from support.planning import build, case
 from support.training import losses, run_training
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from fabric_ladder import Settings, build_optimizer
@@ -77,18 +76,6 @@ def test_texts_are_trained_to_the_same_bits(tmp_path, name, precision):
         assert all(map(torch.equal, others, weights))
 
 
-class Counted(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.operations[operation.name().removeprefix("aten::")] += 1
-        return operation(*args, **(kwargs or {}))
-
-
 def step(settings, training):
     """Return the gradients of an effective batch of random images or tokens, and the number of each operation."""
     torch.manual_seed(0)
@@ -103,12 +90,12 @@ def step(settings, training):
         "position_ids": lambda shape: torch.arange(shape[1]).expand(shape),
         "spans": lambda shape: torch.arange(2).expand(shape),
     }
-    counted = Counted()
+    counted = Kernels()
     with nullcontext() if settings.compile else counted:  # the mode would prevent compiling
         for batch in training:
             inputs = {name: made[name](tuple(tensor.shape)) for name, tensor in batch.inputs.items()}
             accumulate_gradients(fabric, model, [batch._replace(inputs=inputs)], Meter(fabric))
-    return [each.grad for each in model.parameters() if each.grad is not None], counted.operations
+    return [each.grad for each in model.parameters() if each.grad is not None], counted.counts
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import SRC, run_script, settings_for, token_datasets, without_package
-from support.planning import case, measured_peak
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_model
-from fabric_ladder.planning.predict import predict_peak
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques.float8 import Float8
 from fabric_ladder.training.gradients import accumulate_gradients
@@ -101,23 +99,6 @@ def test_weights_and_their_names_stay(tmp_path):
         assert all(type(each) is nn.Parameter for each in model.parameters())
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.filterwarnings("ignore:Module is None")  # a warning of the other tracker
-@pytest.mark.parametrize(
-    ("family", "ways"),
-    [
-        ("bloom", {}),
-        pytest.param(
-            "vit",
-            {"lora": True, "lora_dropout": 0.0, "activation_checkpointing": True},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_prediction_agrees_with_real_tensors(tmp_path, family, ways):
-    settings, training, _ = case(tmp_path, family, **({"precision": "bf16-mixed", "float8": True} | ways))
-    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
 
 
 def test_a_gpu_multiplies_8_bits(tmp_path):

@@ -1,12 +1,9 @@
-"""Memory by formula: ZeRO's states compared with DeepSpeed's estimates, and low-bit weights and moments."""
+"""Memory by formula: ZeRO's states compared with DeepSpeed's estimates, and its buckets."""
 
 import pytest
 from support.planning import NO_PEAK
 
-from fabric_ladder import Settings
-from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
 from fabric_ladder.techniques.memory import Counts
-from fabric_ladder.techniques.qlora import NF4_BYTES, QLoRA
 from fabric_ladder.techniques.zero_memory import with_zero
 
 COUNTS = Counts(all=10_000, trained=10_000, largest_layer=700, linear=0)
@@ -69,12 +66,3 @@ def test_state_on_a_disk_is_not_on_the_gpu():
     nvme, cpu = ({"stage": 3, "offload_optimizer": {"device": name}} for name in ("nvme", "cpu"))
     parked, swapped = (with_zero(NO_PEAK, COUNTS, config, "adam", 1) for config in (cpu, nvme))
     assert (swapped.total, swapped.host) == (parked.total, 0)
-
-
-def test_the_bytes_of_4_bit_weights_and_8_bit_moments():
-    assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits per weight in the article
-    packed = COUNTS._replace(linear=8_000)
-    peak = QLoRA().add_memory(NO_PEAK._replace(parameters=20_000), packed, Settings(precision="bf16-true"))
-    assert peak.parameters == 20_000 - 16_000 + round(8_000 * NF4_BYTES)
-    peak = LowBitOptimizer().add_memory(NO_PEAK, COUNTS, Settings(optimizer="adam-8bit"))
-    assert peak.optimizer_state == 20_000 + 2 * 10_000 * 4 // 256

@@ -240,7 +240,7 @@ def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
     "options",
     ["--activation_checkpointing true", "--activation_checkpointing true --selective_checkpointing true",
      "--mlp_tile 64", "--train_blocks last:1", "--lora true --lora_dropout 0", "--optimizer adafactor",
-     "--precision 16-true --optimizer sgd", "--precision bf16-true --kahan_summation true", "--packing false"],
+     "--precision 16-true --optimizer sgd"],
 )  # fmt: skip
 def test_a_technique_under_replays_changes_no_bit(tmp_path, options):
     found = []
