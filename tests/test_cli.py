@@ -17,7 +17,7 @@ from support.helpers import CONFIGS, MODELS, RUNGS
 from fabric_ladder import Settings, UserError, parse_settings
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import resolve
-from fabric_ladder.data.cutting import cut_by
+from fabric_ladder.data.cutting import cut
 from fabric_ladder.errors import Checked
 from fabric_ladder.models import cpu_bfloat16
 from fabric_ladder.options import NAMES
@@ -134,7 +134,7 @@ def test_a_plan_cuts_as_a_run_on_the_same_gpu(gpu, name, capability, tokens):
         plan = read_settings(rung, BLOOM, gpu=find_gpu(name))
         assert run.full_pass == plan.full_pass == price, "the tokens that a pass costs at least"
         for settings in (run, plan):
-            (parts,) = cut_by(settings, rows, lengths, items, 1, tokens=16_384)
+            (parts,) = cut(settings, rows, lengths, items, 1, tokens=16_384)
             assert len(parts) == {1024: 3, 2048: 2, 5333: 1}[price]
 
 

@@ -12,7 +12,7 @@ from support.helpers import settings_for
 
 from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.sampler import TOKENS_BEFORE_FITTING, EffectiveBatchSampler, EvaluationSampler
-from fabric_ladder.settings import FULL_PASS
+from fabric_ladder.settings import FULL_PASS, Settings
 
 RNG = np.random.default_rng(0)
 
@@ -25,6 +25,12 @@ LIMITS = [{"size": 1}, {"size": 4}, {"size": 16}, {"tokens": 1}, {"tokens": 256}
 UNPACKED = "db54ffc5aa0285677a732e134b32e126de867f5759c47ce35732cfce351f80ac"  # of `cut` without packing
 
 
+def how(multiple=1, capacity=None, full_pass=FULL_PASS):
+    """Return the settings of a cut."""
+    packed = {"packing": True, "max_length": capacity} if capacity else {}
+    return Settings(pad_to_multiple_of=multiple, full_pass=full_pass, **packed)
+
+
 def row_tokens(part):
     """Return the tokens of each row of a micro-batch."""
     packs = part.packs or [1] * len(part.rows)
@@ -35,7 +41,7 @@ def row_tokens(part):
 @pytest.mark.parametrize(("ranks", "count", "capacity"), [(5, 33, None), (1, 5, 5), (2, 33, 300), (1, 33, 300)])
 def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit, count, capacity):
     rows = RNG.permutation(1000)[:count]
-    plan = cut(rows, LENGTHS, ITEMS, ranks, **limit, multiple=8, capacity=capacity)
+    plan = cut(how(8, capacity), rows, LENGTHS, ITEMS, ranks, **limit)
     assert len(plan) == ranks
     assert len({len(share) for share in plan}) == 1
     real = [part for share in plan for part in share if part.items]
@@ -71,7 +77,7 @@ def test_without_packing_a_cut_never_changes():
         for ranks in (1, 2, 3, 5):
             for limit in LIMITS:
                 for multiple in (1, 8):
-                    plan = cut(rows, lengths, items, ranks, **limit, multiple=multiple, full_pass=256)
+                    plan = cut(how(multiple, full_pass=256), rows, lengths, items, ranks, **limit)
                     plain = [
                         [[part.rows.tolist(), part.items, round(part.weight, 9)] for part in share] for share in plan
                     ]
@@ -85,7 +91,7 @@ def test_packing_leaves_little_padding_in_fewer_micro_batches():
 
     def padding(capacity):
         batches = np.split(np.arange(2048), 8)
-        shares = chain(*(cut(rows, lengths, ones, 4, tokens=2048, capacity=capacity) for rows in batches))
+        shares = chain(*(cut(how(1, capacity), rows, lengths, ones, 4, tokens=2048) for rows in batches))
         parts = [part for part in chain(*shares) if part.items]
         return 1 - lengths.sum() / sum(part.padded(lengths, 1) for part in parts), len(parts)
 
@@ -96,12 +102,12 @@ def test_packing_leaves_little_padding_in_fewer_micro_batches():
 
 def test_a_row_of_several_samples_is_halved_before_a_filler_is_added():
     ones = np.ones(6, int)
-    shares = cut(np.arange(6), np.array([100, 60, 10, 10, 10, 10]), ones, ranks=2, size=1, capacity=80)
+    shares = cut(how(1, 80), np.arange(6), np.array([100, 60, 10, 10, 10, 10]), ones, 2, size=1)
     assert [[(part.rows.tolist(), part.packs) for part in share] for share in shares] == [
         [([0], [1]), ([2, 4], [2])],
         [([1, 5], [2]), ([3], [1])],
     ]
-    shares = cut(np.arange(3), np.array([100, 90, 80]), ones, ranks=2, size=1, capacity=80)
+    shares = cut(how(1, 80), np.arange(3), np.array([100, 90, 80]), ones, 2, size=1)
     assert [[part.items for part in share] for share in shares] == [[1, 1], [1, 0]]
 
 
@@ -116,7 +122,7 @@ def test_micro_batches_limited_by_tokens_cost_least(limit, full_pass):
         allowed = all(size <= limit or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
         return sum(max(full_pass, size) + full_pass / 4 for size in sizes) if allowed else np.inf
 
-    (parts,) = cut(rows, lengths, ones, tokens=limit, full_pass=full_pass)
+    (parts,) = cut(how(full_pass=full_pass), rows, lengths, ones, tokens=limit)
     assert [row for part in parts for row in part.rows] == list(rows)
     assert sum(part.weight for part in parts) == pytest.approx(1)
     every = (
@@ -161,8 +167,7 @@ def test_auto_changes_the_cut_but_not_the_settings(tmp_path):
 
 def test_an_evaluation_is_cut_like_one_batch_of_the_whole_split(tmp_path):
     settings = settings_for(tmp_path, eval_batch_tokens=500, pad_to_multiple_of=8)
-    how = {"tokens": 500, "multiple": 8, "full_pass": settings.full_pass}
-    for rank, share in enumerate(cut(np.arange(1000), LENGTHS, ITEMS, 3, **how)):
+    for rank, share in enumerate(cut(settings, np.arange(1000), LENGTHS, ITEMS, 3, tokens=500)):
         sampler = EvaluationSampler(LENGTHS, ITEMS, settings, rank, 3)
         assert str(list(sampler)) == str(list(sampler)) == str(share)
         assert len(sampler) == len(share)
@@ -203,7 +208,7 @@ def test_an_evaluation_follows_auto_unless_its_size_is_set(tmp_path):
     before = str(list(given))
     for tokens, evaluated in (("auto", 4096), (100, 4096), (9000, 9000)):  # the minimum on a GPU is 4,096
         training.cut_by_tokens(tokens)
-        expected = cut(np.arange(1000), LENGTHS, ITEMS, tokens=evaluated, full_pass=settings.full_pass)
+        expected = cut(settings, np.arange(1000), LENGTHS, ITEMS, tokens=evaluated)
         assert str(list(plans)) == str(expected[0])
         assert str(list(given)) == before
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_ladder.settings import FULL_PASS, Settings
+from fabric_ladder.settings import Settings
 
 MOST_IN_ROW = 127  # samples; seven bits number them and the padding after them
 PACKED_TOGETHER = 2048  # samples; packing is quadratic in their number
@@ -36,43 +36,40 @@ class MicroBatchPlan(NamedTuple):
 
 
 def cut(
+    settings: Settings,
     rows: np.ndarray,
     lengths: np.ndarray,
     items: np.ndarray,
     ranks: int = 1,
     size: int | None = None,
     tokens: int | None = None,
-    multiple: int = 1,
-    capacity: int | None = None,
-    full_pass: int = FULL_PASS,
 ) -> list[list[MicroBatchPlan]]:
     """Share an effective batch out to the ranks and cut each share into micro-batches.
 
     Samples are sorted by length, longest first, and dealt out one by one. So the ranks get similar shares with little
-    padding, and the largest micro-batch comes first. With `capacity`, short samples of a share are packed into rows,
+    padding, and the largest micro-batch comes first. With packing, short samples of a share are packed into rows,
     and the rows of each micro-batch are made about equally long.
 
     Every rank gets the same number of micro-batches, because sharded models communicate in every forward pass. Ranks
     with fewer halve their largest ones, and then add fillers: a repeated sample without weight.
 
     Args:
+        settings: Those of packing and padding, and `full_pass`.
         rows: Row numbers of the effective batch.
         lengths: Tokens of every row of the split.
         items: Items of every row of the split.
         ranks: Number of ranks.
         size: Maximum rows of a micro-batch; without packing, a row is a sample.
         tokens: Maximum padded tokens of a micro-batch of several rows; see also `_ends_of_least_cost`.
-        multiple: Lengths are padded to a multiple of this.
-        capacity: Maximum padded tokens of a row of several samples, at most `tokens`; None: no packing.
-        full_pass: A pass with fewer padded tokens takes as long as one with these.
 
     Returns:
         The micro-batch plans of each rank.
     """
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    capacity = settings.max_length if settings.packing else None
     if capacity and tokens:
         capacity = min(capacity, tokens)
-    how = size, tokens, multiple, capacity, full_pass
+    how = size, tokens, settings.pad_to_multiple_of, capacity, settings.full_pass
     shares = [_cut_share(rows[rank::ranks], lengths, *how) for rank in range(ranks)]
     most = max(map(len, shares))
     total = int(items[rows].sum())
@@ -88,21 +85,6 @@ def cut(
             plans.append(MicroBatchPlan(mine, count, ranks * count / total, capacity and [len(pack) for pack in packs]))
         planned.append(plans + [MicroBatchPlan(rows[-1:], 0, 0.0, capacity and [1])] * (most - len(plans)))
     return planned
-
-
-def cut_by(
-    settings: Settings,
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    items: np.ndarray,
-    ranks: int,
-    size: int | None = None,
-    tokens: int | None = None,
-) -> list[list[MicroBatchPlan]]:
-    """Call `cut` with the packing and padding of the settings."""
-    capacity = settings.max_length if settings.packing else None
-    how = size, tokens, settings.pad_to_multiple_of, capacity, settings.full_pass
-    return cut(rows, lengths, items, ranks, *how)
 
 
 def _cut_share(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
+from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 
@@ -187,7 +187,7 @@ class EffectiveBatchSampler(Sampler):
     def _shares(self, order: np.ndarray, number: int) -> list[list[MicroBatchPlan]]:
         rows = self._rows(order, number)
         size = self.settings.micro_batch_size
-        return cut_by(self.settings, rows, self.lengths, self.items, self.ranks, size, self._tokens())
+        return cut(self.settings, rows, self.lengths, self.items, self.ranks, size, self._tokens())
 
 
 class EvaluationSampler(Sampler):
@@ -247,6 +247,6 @@ class EvaluationSampler(Sampler):
             tokens = max(EVALUATED, int(share * self._training.largest()))
         if tokens != self._cut[0]:
             rows = np.arange(len(self._lengths))
-            shares = cut_by(self._settings, rows, self._lengths, self._items, self._ranks, tokens=tokens)
+            shares = cut(self._settings, rows, self._lengths, self._items, self._ranks, tokens=tokens)
             self._cut = tokens, shares[self._rank]
         return self._cut[1]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from datasets import DatasetDict
 
-from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
+from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
@@ -160,7 +160,7 @@ def largest_batches(
 
     def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatchPlan]:
         ones = np.ones(samples, int)
-        return cut_by(settings, np.arange(samples), length * ones, ones, settings.ranks, size, tokens)[0]
+        return cut(settings, np.arange(samples), length * ones, ones, settings.ranks, size, tokens)[0]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if tokens == "auto":  # a run may take all samples in one micro-batch
@@ -235,8 +235,8 @@ def _answer(
     room = room + overhead.expected.outside if overhead and room is not None else None
     limit = memory_limit(settings, room)
     with _rehearse_run(settings, cuts[0][1][0], classes, capability) as rehearsal:
-        for cut in cuts:
-            tokens, batches, evaluations = cut
+        for each in cuts:
+            tokens, batches, evaluations = each
             peak = max((rehearsal.peak(settings, batch, evaluations) for batch in batches), key=attrgetter("total"))
             if limit is None or needed(peak) <= limit:
                 break
