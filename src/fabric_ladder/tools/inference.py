@@ -21,6 +21,7 @@ from torch.nn.functional import interpolate, one_hot
 from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.checkpoints.export import find_result, load_result
+from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.image_files import list_images
 from fabric_ladder.data.images import WHITE, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
@@ -97,8 +98,9 @@ class Predictor:
             inputs, *words = zip(*place_words(self.tokenizer, texts, self.settings.max_length), strict=True)
         elif not self.format:
             inputs = tokenize_start(self.tokenizer, texts, self.settings.max_length)
-        lengths = [self.format.tokens if self.format else len(each) for each in inputs]
-        for batch in _cut(lengths, self.tokens):
+        lengths = np.array([self.format.tokens if self.format else len(each) for each in inputs])
+        (plans,) = cut(self.settings, np.arange(len(texts)), lengths, np.ones_like(lengths), tokens=self.tokens)
+        for batch in (plan.rows for plan in plans):
             for row, logits in zip(batch, self._forward([inputs[row] for row in batch]), strict=True):
                 if words is None:
                     found[row] = self._describe(logits)
@@ -158,18 +160,6 @@ class Predictor:
         return {PREDICTED: labels, PROBABILITY: chances}
 
 
-def _cut(lengths: list[int], tokens: int) -> Iterator[list[int]]:
-    """Yield batches of rows, sorted by length, with at most this number of padded tokens, or one row."""
-    batch = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[row] > tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
 def load_predictor(
     name: str, device: str, dtype: torch.dtype, tokens: int, every: bool, columns: dict[str, str]
 ) -> Predictor:
@@ -197,7 +187,7 @@ def load_predictor(
     kept = ("dataset", "max_length", "text_column", "label_column", "problem_type", "column_names")
     saved = {key: saved[key] for key in kept if key in saved}
     problem = config.problem_type or saved.get("problem_type")
-    own = {"task": task, "model": result.folder.as_posix(), "problem_type": problem}
+    own = {"task": task, "model": result.folder.as_posix(), "problem_type": problem, "pad_to_multiple_of": 1}
     settings = Settings(**saved | own | columns)
     names = [str(config.id2label[number]) for number in range(config.num_labels)]
     if problem == "regression" and "label_column" not in saved | columns:  # of an exported model
