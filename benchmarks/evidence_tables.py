@@ -28,10 +28,10 @@ from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.errors import UserError
-from fabric_ladder.options import without_options
+from fabric_ladder.options import script_defaults, without_options
 from fabric_ladder.planning.candidates import NAMED, read_settings
 from fabric_ladder.planning.measured import FILE, numerics
-from fabric_ladder.rungs import RUNGS, parent, script_defaults
+from fabric_ladder.rungs import RUNGS, parent
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.speed import deciding
 from fabric_ladder.settings import Settings

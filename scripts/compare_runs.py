@@ -31,7 +31,8 @@ def main(arguments: argparse.Namespace) -> None:
     from fabric_ladder.comparing.page import to_html
     from fabric_ladder.comparing.sources import read_sources
     from fabric_ladder.comparing.table import compare, print_table, to_markdown
-    from fabric_ladder.rungs import RUNGS, script_defaults
+    from fabric_ladder.options import script_defaults
+    from fabric_ladder.rungs import RUNGS
 
     comparison = compare(read_sources(arguments.sources), {rung.stem: script_defaults(rung.stem) for rung in RUNGS})
     if comparison.differences and not arguments.anyway:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.errors import UserError, read_outside
-from fabric_ladder.options import drop_unneeded, read_words, without_options
-from fabric_ladder.rungs import RUNGS, check_rung, script_defaults
+from fabric_ladder.options import drop_unneeded, read_words, script_defaults, without_options
+from fabric_ladder.rungs import RUNGS, check_rung
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, at_least_1, new_path, rungs, searched, write_new
 

@@ -20,10 +20,9 @@ from fabric_ladder.cli import resolve
 from fabric_ladder.data.cutting import cut
 from fabric_ladder.errors import Checked
 from fabric_ladder.models import cpu_bfloat16
-from fabric_ladder.options import NAMES
+from fabric_ladder.options import NAMES, script_defaults
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.gpus import find_gpu
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.compile import Compile

@@ -26,10 +26,10 @@ from fabric_ladder.options import (
     is_met,
     read_config,
     read_words,
+    script_defaults,
     without_options,
 )
 from fabric_ladder.places import SCRIPTS
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import FACTS, DataSettings, Settings, kinds_of
 
 

@@ -34,7 +34,7 @@ from fabric_ladder.data.hub import find_shipped_config
 from fabric_ladder.errors import UserError
 from fabric_ladder.ladder import ADAM_IN_4_BITS, CHECKPOINTING, FAST, IN_4_BITS, LEAN, ON_HOST, row_of
 from fabric_ladder.models.layers import meta_model
-from fabric_ladder.options import own_rate
+from fabric_ladder.options import own_rate, script_defaults
 from fabric_ladder.planning.candidates import Candidate, read_candidates, read_settings
 from fabric_ladder.planning.gpus import ANY, GPUS, Gpu, find_gpu
 from fabric_ladder.planning.measured import MEASURED, accuracy_cost
@@ -43,7 +43,6 @@ from fabric_ladder.planning.plan import HOST_MEMORY, find_samples
 from fabric_ladder.planning.planner import Samples, host_bytes
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse, to_rehearse
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import trains_adapters, trains_all, used
 from fabric_ladder.techniques.build import build_model

@@ -340,7 +340,7 @@ def check_needs(values: Mapping[str, object], given: Collection[str], from_file:
         if is_met(fact.needs, values) or value in OFF or (of_other_rung and name not in given):
             continue
         if fact.needs.startswith("strategy="):
-            rung = next(path for path in sorted(SRC.glob("[0-9]*.py")) if name in script_defaults(path))
+            rung = next(path for path in sorted(SRC.glob("[0-9]*.py")) if name in script_defaults(path.stem))
             raise UserError(f"--{name} has no effect in this script: leave it out, or run src/{rung.name}")
         needed = fact.needs.replace("=", " ")
         if needed in FACTS:
@@ -487,9 +487,10 @@ def _suggest(name: str) -> str:
     return f"there is no setting {name[:60]!r}; {did_you_mean}"
 
 
-def script_defaults(path: Path) -> dict[str, object]:
-    """Return the keywords that a rung passes to `parse_settings`, read from its source."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def script_defaults(rung: str) -> dict[str, object]:
+    """Return the keywords that a rung, given by its name, passes to `parse_settings`, read from its source."""
+    tree = ast.parse((SRC / f"{rung}.py").read_text(encoding="utf-8"))
     call = next(
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_settings"
     )
@@ -502,13 +503,13 @@ def answer_early() -> None:
     Raises:
         UserError: In one line. The libraries read the ranks when they are imported.
     """
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    if not main or Path(main).resolve().parent != SRC or not re.match(r"\d+_", Path(main).name):
+    main = Path(getattr(sys.modules["__main__"], "__file__", None) or SRC).resolve()
+    if main.parent != SRC or not re.match(r"\d+_", main.name):
         return
-    script, given = script_defaults(Path(main)), read_command_line(*sys.argv[1:]).given
+    script, given = script_defaults(main.stem), read_command_line(*sys.argv[1:]).given
     if "help" in given:
-        doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
-        print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
+        doc = ast.get_docstring(ast.parse(main.read_text(encoding="utf-8"))) or ""
+        print_help(script, textwrap.dedent(doc), main.stem, given["help"] == "all")
         raise SystemExit(0)
     if "deepspeed" not in script:  # whose file may hold what these options need
         check_files(combine(script, read_named_config(given), given))

@@ -4,10 +4,8 @@ import ast
 import re
 import runpy
 import sys
-from functools import cache
 from pathlib import Path
 
-from fabric_ladder import options
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings
@@ -33,18 +31,6 @@ def parent(rung: Path) -> Path | None:
     """Return the rung that a rung's docstring names as its parent, None for the first."""
     found = re.search(r"Builds on (\w+)\.py", ast.get_docstring(ast.parse(rung.read_text(encoding="utf-8"))))
     return SRC / f"{found[1]}.py" if found else None
-
-
-@cache
-def script_defaults(rung: str) -> dict:
-    """Return the keywords that a rung, given by its name, passes to `parse_settings`."""
-    return options.script_defaults(SRC / f"{rung}.py")
-
-
-@cache
-def makes_weights_on_device(rung: str) -> bool:
-    """Return whether a rung makes the weights on the device, without a copy in CPU memory."""
-    return "fabric.init_module()" in (SRC / f"{rung}.py").read_text(encoding="utf-8")
 
 
 def check_rung(rung: Path, words: list[str]) -> Settings | str:

@@ -13,7 +13,7 @@ from support.helpers import ROOT, run_script
 
 from fabric_ladder.cli import parse_settings
 from fabric_ladder.data.hub import find_shipped_config
-from fabric_ladder.options import read_words
+from fabric_ladder.options import read_words, script_defaults
 from fabric_ladder.planning.candidates import read_candidates
 from fabric_ladder.planning.gpus import GPUS, card_memory, find_gpu
 from fabric_ladder.planning.measured import accuracy_cost, numerics
@@ -21,7 +21,6 @@ from fabric_ladder.planning.overhead import ANY_GPU, assume
 from fabric_ladder.planning.plan import HOST_MEMORY
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.run_memory import predict_memory
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
 

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabric_ladder import Settings, parse_settings
 from fabric_ladder.data.sampler import EVALUATED
+from fabric_ladder.options import script_defaults
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.planning.rehearsal import rehearse
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
 LEAN = {"precision": "bf16-true", "step_in_backward": True, "activation_checkpointing": True}

@@ -24,7 +24,7 @@ from transformers import BloomConfig, BloomForSequenceClassification, PreTrained
 from fabric_ladder.data.sampler import EffectiveBatchSampler
 from fabric_ladder.data.synthetic import synthetic_reviews
 from fabric_ladder.environment import cpu_has_fast_bfloat16
-from fabric_ladder.rungs import script_defaults
+from fabric_ladder.options import script_defaults
 
 NAMES = [path.stem for path in RUNGS]
 ON_CPU = [name for name in NAMES if name != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only

@@ -18,7 +18,7 @@ import torch._dynamo.config as compiling
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
-from fabric_ladder.rungs import script_defaults
+from fabric_ladder.options import script_defaults
 from fabric_ladder.techniques.advice import explain
 from support.helpers import MODELS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fabric_ladder.comparing import table
 from fabric_ladder.comparing.logs import LogParser
-from fabric_ladder.rungs import script_defaults
+from fabric_ladder.options import script_defaults
 from support.helpers import ROOT, RUNGS, settings_for
 
 SCRIPT = ROOT / "scripts" / "compare_runs.py"

@@ -12,11 +12,10 @@ from fabric_ladder.environment import fit_precision
 from fabric_ladder.errors import UserError
 from fabric_ladder.foreign import BATCH, DEPENDENT, as_words
 from fabric_ladder.ladder import LADDER, row_of
-from fabric_ladder.options import drop_unneeded, read_named_config, read_words, without_options
+from fabric_ladder.options import drop_unneeded, read_named_config, read_words, script_defaults, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.measured import SPEEDS, cost_rank
 from fabric_ladder.planning.predict import unpredictable
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import cuda_defaults, full_pass, trains_adapters, trains_all, used
 

@@ -14,12 +14,12 @@ import torch
 
 from fabric_ladder.environment import emulates
 from fabric_ladder.models.layers import meta_model
+from fabric_ladder.places import SRC
 from fabric_ladder.planning.candidates import Candidate
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.overhead import ANY_GPU, Bounds
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse
-from fabric_ladder.rungs import makes_weights_on_device
 from fabric_ladder.runs.prediction import relevant
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import state_dtypes, trains_all, used
@@ -252,7 +252,8 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
 def host_bytes(rung: str, settings: Settings, counts: Counts, peak: Peak) -> int:
     """Return the bytes of CPU memory that a run of this rung needs on the machine."""
     # each rank loads all weights into CPU memory first, in 32 bits unless a technique reads them in another form
-    loaded = 0 if makes_weights_on_device(rung) else 4 * counts.all
+    on_device = "fabric.init_module()" in (SRC / f"{rung}.py").read_text(encoding="utf-8")
+    loaded = 0 if on_device else 4 * counts.all
     for technique in used(settings):
         loaded = technique.loaded_bytes(loaded, counts, settings)
     return settings.devices * (LIBRARIES + max(loaded, peak.host))

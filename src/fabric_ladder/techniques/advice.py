@@ -212,8 +212,7 @@ def _after(step: Step, settings: Settings) -> Settings:
 @cache
 def _defaults(rung: str) -> dict:
     """Return the keywords of a rung's script; empty for a script of the user's own."""
-    script = SRC / f"{rung}.py"
-    found = script_defaults(script) if script.exists() else {}
+    found = script_defaults(rung) if (SRC / f"{rung}.py").exists() else {}
     return found | ({"precision": "bf16-mixed"} if found.get("precision") == "mixed" else {})
 
 
@@ -250,7 +249,7 @@ def _command(
     replaced = {*replaces, *(option.removeprefix("--") for option in options), *(["resume"] if rung else [])}
     words = [*without_options(given, replaced), *options]
     if rung:
-        defaults = script_defaults(SRC / f"{rung}.py")
+        defaults = script_defaults(rung)
         words += _own_defaults(words, defaults, replaced)
         return command_line(script.with_name(f"{rung}.py"), drop_unneeded(words, defaults))
     return command_line(script, words)
