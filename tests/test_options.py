@@ -190,6 +190,7 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         ("sgd_learning_rate: 0.3", r"own\.yaml: there is no setting 'sgd_learning_rate' any more: use --learning_rate"),
         ("max_time: 9\non_nan: skip\nsede: 3", r".* 'max_time' .* `timeout 60m`.*; .* 'on_nan' .*; .* 'sede'; did you"),
         ("cache_dir: here", r".* 'cache_dir' any more: set the environment variable FABRIC_LADDER_CACHE"),
+        ("freeze_layers: 2", r"own\.yaml: there is no setting 'freeze_layers'; did you mean --train_blocks"),
     ],
 )
 def test_a_bad_yaml_file_is_named(text, line):

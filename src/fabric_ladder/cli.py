@@ -16,7 +16,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, prepare_cuda
 from fabric_ladder.errors import Checked, notebook_shell
 from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent
-from fabric_ladder.models.configs import count_positions, load_config
+from fabric_ladder.models.configs import count_positions
 from fabric_ladder.models.probe import padding_notice
 from fabric_ladder.options import (
     as_yaml,
@@ -159,10 +159,7 @@ def _with_dependent(settings: Settings, named: dict, given: Mapping[str, object]
     check_ranks()
     ranks = math.prod(resolve_devices(replace(settings, accelerator=_accelerator(settings))))
 
-    def count_blocks() -> int:
-        return load_config(settings.model).get_text_config().num_hidden_layers
-
-    meant, lines = read_dependent(options, vars(settings), named, ranks, count_blocks)
+    meant, lines = read_dependent(options, vars(settings), named, ranks)
     check_bounds(meant)
     check_needs(vars(settings) | meant, meant)
     if named is given:

@@ -6,7 +6,7 @@ other settings, so these stay on the command line until `cli.py` knows the setti
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fabric_ladder.errors import UserError
@@ -34,7 +34,6 @@ DEPENDENT = {
         int, "accumulate_grad_batches grad_accum grad_accum_steps gradient_accumulation", BATCH
     ),
     "logging_steps": Dependent(int, "log_every_n_steps log_interval", ("log_every",)),
-    "freeze_layers": Dependent(int, "num_frozen_layers", ("train_blocks",)),
     "adam_beta1": Dependent(float, "beta1", ("betas",)),
     "adam_beta2": Dependent(float, "beta2", ("betas",)),
 }
@@ -140,7 +139,6 @@ def read_dependent(
     values: Mapping[str, object],
     named: Mapping[str, object],
     ranks: int,
-    count_blocks: Callable[[], int],
 ) -> tuple[dict[str, object], list[str]]:
     """Return the settings that these options mean, and how each option was read.
 
@@ -149,7 +147,6 @@ def read_dependent(
         values: All settings of the run without these options.
         named: The settings that stand beside the options, on the command line or in the same file.
         ranks: Devices of the run.
-        count_blocks: Returns the number of the model's blocks.
 
     Raises:
         UserError: The options contradict a setting beside them.
@@ -163,10 +160,6 @@ def read_dependent(
         batch = found.get("batch_size", values["batch_size"])
         found["log_every"] = steps * batch
         lines.append(f"--logging_steps {steps} as --log_every {steps * batch} ({steps} steps x {batch} samples)")
-    if (frozen := options.get("freeze_layers")) is not None:
-        blocks = count_blocks()
-        found["train_blocks"] = f"last:{blocks - frozen}" if frozen < blocks else "none"
-        lines.append(f"--freeze_layers {frozen} as --train_blocks {found['train_blocks']} (of {blocks} blocks)")
     betas = {"adam_beta1": 0, "adam_beta2": 1}
     if betas.keys() & options.keys():
         both = values["betas"].split(",")
