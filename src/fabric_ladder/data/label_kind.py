@@ -49,11 +49,9 @@ class LabelKind(Objective):
 
     def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
         """Return the type of the labels, and a function that returns a row's labels or raises ValueError."""
-        raise NotImplementedError
 
     def number(self, splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
         """Return the splits with numbers in `labels` in place of `label`, and set `names`."""
-        raise NotImplementedError
 
     def blank(self, samples: int, length: int) -> dict[str, Tensor]:
         """Return `inputs` without values: the largest ones for N samples of this length."""
@@ -61,19 +59,15 @@ class LabelKind(Objective):
 
     def notes(self, split: hf.Dataset) -> list[str]:
         """Return lines about the labels of the training split."""
-        raise NotImplementedError
 
     def start_counts(self, device: torch.device) -> Counts | None:
         """Return the metric that `count` adds to; None: the kind counts nothing."""
-        raise NotImplementedError
 
     def count(self, counts: Counts, logits: Tensor, **labels: Tensor) -> None:
         """Add a micro-batch of the test to the metric, without waiting for the device."""
-        raise NotImplementedError
 
     def describe(self, figures: Tensor | dict[str, Tensor]) -> Described:
         """Return the results, given what the metric has computed over all ranks."""
-        raise NotImplementedError
 
 
 def join(tables: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.Dataset]:
