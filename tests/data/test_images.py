@@ -42,7 +42,7 @@ def decoded(image, side=64, **options):
     """Save an image as a file and return the pixels that the cache stores for it."""
     file = io.BytesIO()
     image.save(file, **{"format": "PNG"} | options)
-    return decode(file.getvalue(), side, Image.Resampling.BILINEAR, 65535, [])
+    return decode(file.getvalue(), side, Image.Resampling.BILINEAR, [])
 
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)

@@ -26,16 +26,12 @@ def load_pets(folder, dataset="pets", **values):
     return load_in(folder, dataset, model=VIT, task="image-classification", **values)
 
 
-def test_images_of_12_bits_are_scaled_by_the_largest_level(tmp_path):
-    levels = np.arange(20)[:, None, None] * 10 + np.full((20, 16, 16), 3895)
-    levels[:, 0] = 0
-    for number, grey in enumerate(levels):
-        image = Image.fromarray(grey.astype(np.uint16))
-        save_image(tmp_path / "pets" / ("cat" if number % 2 else "dog") / f"{number}.png", image)
-    got = load_pets(tmp_path)
-    assert max(max(image) for split in SPLITS for image in got.splits[split]["image"][:]) == 255
-    assert min(max(image) for split in SPLITS for image in got.splits[split]["image"][:]) == round(3895 * 255 / 4085)
-    assert got.notices[-1].startswith("the images of 16 bits reach only 4,085 of 65,535: ")
+def test_grey_images_of_12_bits_in_16_are_refused(tmp_path):
+    for number in range(20):
+        grey = np.full((16, 16), 3895 + 10 * number, np.uint16)
+        save_image(tmp_path / "pets" / ("cat" if number % 2 else "dog") / f"{number}.png", Image.fromarray(grey))
+    with pytest.raises(UserError, match="less than half of the 65,535 levels, as those of 12 bits do: convert them to"):
+        load_pets(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import random
 import re
 
 import datasets as hf
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -150,6 +151,11 @@ def test_images_of_a_folder_are_predicted_as_in_the_test(tmp_path):
     assert f"Accuracy {found['test_accuracy']:.2%} of 24 rows" in printed
     rows = [json.loads(line) for line in (tmp_path / "test.predicted.jsonl").read_text().splitlines()]
     assert {row["label"] for row in rows} == {"blue", "red"}
+    (tmp_path / "dark").mkdir()
+    Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(tmp_path / "dark" / "12_bits.png")
+    process = run_script(PREDICT, "runs/2_grad_accum/1", "dark", cwd=tmp_path, **ONE_THREAD)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "convert them to 8 bits per colour" in process.stderr
 
 
 def test_a_language_model_is_refused_in_one_line(tmp_path):

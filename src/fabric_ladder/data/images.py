@@ -27,7 +27,7 @@ from fabric_ladder.data.text_sources import content_problem
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
-IMAGE_CACHE_FORMAT = 5  # raise it whenever the same inputs would give other pixels or labels
+IMAGE_CACHE_FORMAT = 6  # raise it whenever the same inputs would give other pixels or labels
 # Pillow decodes other formats with external programs
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
 WHITE = 65535  # the brightest level of 16 bits
@@ -118,27 +118,16 @@ def _decode_splits(
     target = scratch / "pixels"
     target.mkdir()
     files, (splits, class_names, summary, notices) = read_image_splits(settings, path, key, scratch)
-    white = WHITE
     resample = Image.Resampling[image_format.resample.upper()]
-    for rescaled in (False, True):
-        levels, bad, kept, hashes = [], [], {}, {}
-        content = hashlib.sha256(json.dumps(class_names).encode())
-        decode = partial(_try_decode, side=image_format.resize_to, resample=resample, white=white, levels=levels)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
-            for split, rows in splits.items():
-                decoded = _decode_rows(files, rows, decode, content, bad, hashes.setdefault(split, []))
-                kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
-        grey, colour = (max((level for kind, level in levels if kind == each), default=WHITE) for each in "IC")
-        if 0 < colour <= WHITE // 2:
-            raise UserError(
-                f"the colour images of 16 bits use less than half of the levels, as those of 12 bits do, and Pillow "
-                f"keeps only the upper 8 bits of {WHITE:,} levels: convert them to 8 bits per colour"
-            )
-        if rescaled or not 0 < grey <= WHITE // 2:
-            break
-        white = grey
-        notices.append(f"the images of 16 bits reach only {white:,} of {WHITE:,}: {white:,} becomes white")
+    levels, bad, kept, hashes = [], [], {}, {}
+    content = hashlib.sha256(json.dumps(class_names).encode())
+    decode = partial(_try_decode, side=image_format.resize_to, resample=resample, levels=levels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
+        for split, rows in splits.items():
+            decoded = _decode_rows(files, rows, decode, content, bad, hashes.setdefault(split, []))
+            kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
+    check_levels(levels)
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     notices += name_copies(
         {split: [(partial(_name, files, rows), np.array(hashes[split]))] for split, rows in splits.items()}, "images"
@@ -202,26 +191,25 @@ def _try_decode(data: bytes, **options) -> np.ndarray | Exception:
         return error
 
 
-def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list) -> np.ndarray:
+def decode(data: bytes, side: int, resample: Image.Resampling, levels: list[int]) -> np.ndarray:
     """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels.
 
-    Images of more than 8 bits add their brightest level to `levels`, grey ones as `("I", level)` and coloured ones as
-    `("C", level)`. The level `white` of grey images becomes 255.
+    Images of more than 8 bits add their brightest level to `levels`.
     """
     with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # decode a much larger JPEG at a half or less of its size
         deep = ";16" in str(image.tile)  # of the parts of the file, which are forgotten once they are decoded
         image.load()
         if deep and image.mode[0] not in "IF":
-            levels.append(("C", 257 * max(high for _, high in image.convert("RGB").getextrema())))
+            levels.append(257 * max(high for _, high in image.convert("RGB").getextrema()))
         with suppress(SyntaxError):  # a broken EXIF part
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
             grey = np.asarray(image)
             if image.mode == "F" or grey.min() < 0 or grey.max() > WHITE:
                 raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
-            levels.append(("I", int(grey.max())))
-            image = Image.fromarray(((grey.astype(np.int32) * 255 + white // 2) // white).astype(np.uint8))
+            levels.append(int(grey.max()))
+            image = Image.fromarray(((grey.astype(np.int32) * 255 + WHITE // 2) // WHITE).astype(np.uint8))
         elif image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -229,3 +217,12 @@ def decode(data: bytes, side: int, resample: Image.Resampling, white: int, level
         if max(image.size) > side:
             image = image.resize((side, side), resample)
         return np.asarray(image)
+
+
+def check_levels(levels: list[int]) -> None:
+    """Refuse images of 16 bits that are all dark, given the brightest level of each: they would be nearly black."""
+    if 0 < max(levels, default=WHITE) <= WHITE // 2:
+        raise UserError(
+            f"the images of 16 bits use less than half of the {WHITE:,} levels, as those of 12 bits do: convert them "
+            "to 8 bits per colour"
+        )

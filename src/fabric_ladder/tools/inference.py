@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from fabric_ladder.checkpoints.export import find_result, load_result
 from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.image_files import list_images
-from fabric_ladder.data.images import WHITE, decode, read_image_format
+from fabric_ladder.data.images import check_levels, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_kind import class_lines
 from fabric_ladder.data.labels import WHOLE
@@ -63,6 +63,7 @@ class Predictor:
         every: Whether to return the probability of every class, too.
         tokenizer: None for images.
         format: Of images, or None.
+        levels: The brightest level of each image of more than 8 bits so far.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Predictor:
     every: bool
     tokenizer: PreTrainedTokenizerBase | None = None
     format: ImageFormat | None = None
+    levels: list[int] = field(default_factory=list)
 
     def read(self, row: dict | ValueError) -> str | list[str] | Tensor:
         """Return the text, the words or the image of a row.
@@ -126,7 +128,7 @@ class Predictor:
     def _pixels(self, row: dict) -> Tensor:
         """Return the model's input for a file, (3, size, size), as in the evaluation."""
         side, mode = self.format.resize_to, self.format.resample
-        pixels = decode(Path(row["file"]).read_bytes(), side, Image.Resampling[mode.upper()], WHITE, [])
+        pixels = decode(Path(row["file"]).read_bytes(), side, Image.Resampling[mode.upper()], self.levels)
         image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)  # Pillow's memory is read-only
         if image.shape[1:] != (side, side):
             image = interpolate(image[None], (side, side), mode=mode, antialias=True)[0]
@@ -311,6 +313,7 @@ def _answer(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]], bad
     for number, (location, row) in enumerate(chunk):
         with _skipped(f"{data}, {location}", bad):
             texts[number] = predictor.read(row)
+    check_levels(predictor.levels)
     try:
         found |= zip(texts, predictor.predict([*texts.values()]), strict=True) if texts else ()
     except Exception as error:  # of one text, or of texts that BART cannot read together
