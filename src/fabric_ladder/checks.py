@@ -9,8 +9,8 @@ from fabric_ladder.data.hub import find_weights, reachable
 from fabric_ladder.data.kinds import check_kind
 from fabric_ladder.data.load import check_data
 from fabric_ladder.data.sampler import check_steps
+from fabric_ladder.distributed.deepspeed import EngineState
 from fabric_ladder.distributed.launch import check_devices
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, read_size
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
@@ -44,7 +44,8 @@ def check_values(settings: Settings) -> None:
     if settings.accelerator in found and not found[settings.accelerator]():
         kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]
         raise UserError(f"--accelerator {settings.accelerator}: PyTorch finds no {kind} here; use --accelerator cpu")
-    if settings.load and not (Path(settings.load) / strategy_traits(settings).checkpoint_file).is_file():
+    checkpoint_file = EngineState.file if settings.owns_optimizer else "optimizer.json"
+    if settings.load and not (Path(settings.load) / checkpoint_file).is_file():
         folder = next((path.parent for path in sorted(Path(settings.load).glob("**/config.json"))), "FOLDER")
         raise UserError(
             f"--load {settings.load} is no sharded checkpoint; load a consolidated model by --model {folder}"

@@ -12,7 +12,6 @@ import torch
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.deepspeed_config import settings_in_file
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, prepare_cuda
 from fabric_ladder.errors import Checked, notebook_shell
 from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent
@@ -192,8 +191,7 @@ def resolve(
     size, tokens = _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
     replaceable = trains_adapters(settings) and "precision" not in given
-    sharded = strategy_traits(settings).shards_weights
-    precision, meaning = fit_precision(settings.precision, capability, replaceable, sharded)
+    precision, meaning = fit_precision(settings.precision, capability, replaceable, settings.shards_weights)
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")

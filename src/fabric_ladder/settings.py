@@ -754,6 +754,19 @@ class Settings(DataSettings):
         """Processes of the run, one for each device; known once the settings are parsed."""
         return self.devices * self.num_nodes
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each rank keeps only a part of each weight."""
+        return self.strategy == "fsdp"
+
+    @property
+    def owns_optimizer(self) -> bool:
+        """Whether an engine trains copies of the weights, wraps the optimizer and adds up the gradients.
+
+        Nothing can undo a trial step then. The engine also skips steps whose gradient is not finite.
+        """
+        return self.strategy == "deepspeed"
+
 
 FACTS: dict[str, Fact] = {
     field.name: field.metadata["fact"] for field in dataclasses.fields(Settings) if "fact" in field.metadata

@@ -14,9 +14,8 @@ from support.training import losses as trained
 
 from fabric_ladder import UserError, parse_settings
 from fabric_ladder.data.sampler import EffectiveBatchSampler
-from fabric_ladder.distributed.strategies import StrategyTraits
 from fabric_ladder.runs.prediction import Prediction
-from fabric_ladder.settings import FULL_PASS
+from fabric_ladder.settings import FULL_PASS, Settings
 from fabric_ladder.training import fitting, loop
 
 
@@ -125,7 +124,7 @@ def test_auto_starts_from_the_predicted_size(tmp_path, monkeypatch):
         (True, {"micro_batch_tokens": 40}, 40),
         (True, {"problem": "none"}, 1),
     ):
-        monkeypatch.setattr(fitting, "strategy_traits", lambda _, shards=sharded: StrategyTraits(shards_weights=shards))
+        monkeypatch.setattr(Settings, "shards_weights", property(lambda _, shards=sharded: shards))
         monkeypatch.setattr(loop, "predict", lambda *_, found=found: Prediction(found))
         run, _ = run_training(tmp_path, micro_batch_tokens="auto", **options)
         assert run.record.values["results"]["fitted_micro_batch_tokens"] == chosen

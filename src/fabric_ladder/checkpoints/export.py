@@ -20,7 +20,7 @@ from fabric_ladder.checkpoints.disk import let_others_read
 from fabric_ladder.checkpoints.save import OPTIMIZER
 from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from fabric_ladder.data.hub import reachable
-from fabric_ladder.distributed.strategies import EngineState
+from fabric_ladder.distributed.deepspeed import EngineState
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.models.configs import load_config, load_weights, silence_loading
 from fabric_ladder.models.layers import head_names
@@ -39,7 +39,7 @@ class Result(NamedTuple):
     Attributes:
         folder: Its folder, or its name on the Hub.
         format: `model` (transformers), `adapter` (PEFT), `sharded` (torch.distributed.checkpoint) or `engine` (see
-            `distributed/strategies.py`).
+            `distributed/deepspeed.py`).
         adapter: Whether it is only an adapter, whose base model is stored elsewhere.
     """
 

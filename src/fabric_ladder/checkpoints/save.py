@@ -22,8 +22,8 @@ from fabric_ladder.checkpoints.disk import let_others_read, try_on_all
 from fabric_ladder.checkpoints.sharded import empty_optimizer_state, optimizer_state, read_tensors, write_tensors
 from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
+from fabric_ladder.distributed.deepspeed import engine_state
 from fabric_ladder.distributed.fsdp import free_gathered
-from fabric_ladder.distributed.strategies import engine_state
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.runs.folder import CHECKPOINTS

@@ -238,6 +238,12 @@ class EngineState:
             return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
+def engine_state(model: nn.Module) -> EngineState | None:
+    """Return the engine that saves and loads a model set up by Fabric, or None if its strategy has no engine."""
+    engine = model._forward_module
+    return EngineState(engine) if hasattr(engine, "save_checkpoint") else None
+
+
 @contextmanager
 def errors_last(*methods: tuple[object, str]) -> Iterator[None]:
     """Raise the first error of these methods of objects at the end of this block, and skip their calls after it."""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import parse_settings
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config, settings_in_file
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import fit_precision
 from fabric_ladder.errors import UserError
 from fabric_ladder.foreign import BATCH, DEPENDENT, as_words
@@ -151,9 +150,8 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         settings = parse_settings([*options, *here], **defaults)
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
-    sharded = strategy_traits(settings).shards_weights
     replaceable = trains_adapters(settings) and "precision" not in given
-    precision, meaning = fit_precision(precision, gpu.capability, replaceable, sharded)
+    precision, meaning = fit_precision(precision, gpu.capability, replaceable, settings.shards_weights)
     lines = [line for line in settings.notices if line.startswith("--max_length ")]
     notices = (*lines, f"Precision: {meaning}") if meaning else (*lines,)
     changes = {"name": rung, "devices": gpus, "precision": precision, "notices": notices}

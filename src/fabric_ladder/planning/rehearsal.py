@@ -30,7 +30,6 @@ from transformers import PretrainedConfig
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
 from fabric_ladder.models.configs import load_config, part_config
 from fabric_ladder.models.kernels import declare_flash
@@ -69,7 +68,7 @@ def rehearse(
     matrix = emulates(settings.precision, capability)
     asked = settings
     settings = to_rehearse(settings)
-    sharded = strategy_traits(settings).shards_weights
+    sharded = settings.shards_weights
     keeps = (settings.ranks > 1 and not sharded) or any(technique.keeps_passes for technique in used(asked))
     settings = replace(settings, accelerator="cpu", devices=settings.ranks if sharded else 1, num_nodes=1)
     if sharded:  # a fake process group: this process is rank 0 and sends nothing

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric_ladder.data.loaders import MicroBatch
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, describe_versions, read_size, write_whole
 from fabric_ladder.places import CONFIGS, PACKAGE
 from fabric_ladder.settings import Settings, names
@@ -215,8 +214,7 @@ def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[lis
 
 def relevant(settings: Settings) -> dict[str, object]:
     """Return the settings that change the predicted memory; the shapes of the batches do so, too."""
-    sharded = {"sharded": strategy_traits(settings).shards_weights}
-    return {name: getattr(settings, name) for name in names(changes_memory=True)} | sharded
+    return {name: getattr(settings, name) for name in names(changes_memory=True)} | {"sharded": settings.shards_weights}
 
 
 def _key(settings: Settings, config: dict, cuts: list, gpu: str | None, free: int | None) -> str:

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.data.tokens import check_entries
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import refused
 from fabric_ladder.models.configs import (
     MODELS,
@@ -108,7 +107,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     # PyTorch refuses the fused kernel where a scaled loss meets clipping: the kernel unscales the gradients itself, and
     # clipping needs unscaled ones. An engine unscales and clips before the step.
     clips_scaled = settings.precision == "16-mixed" and bool(settings.max_grad_norm)
-    may_fuse = strategy_traits(settings).owns_optimizer or not clips_scaled
+    may_fuse = settings.owns_optimizer or not clips_scaled
     kind, options = optimizer_class(settings, may_fuse)
     for technique in used(settings):
         kind = technique.change_optimizer(kind, settings, model)

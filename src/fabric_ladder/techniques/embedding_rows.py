@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
@@ -94,7 +93,7 @@ class EmbeddingRows(Technique):
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether gradients may be changed; an engine needs them as autograd makes them."""
-        return not strategy_traits(settings).owns_optimizer
+        return not settings.owns_optimizer
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         add_rows(model)

@@ -11,7 +11,6 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.models.layers import linear_layers, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
@@ -78,7 +77,7 @@ class Float8(Technique):
             )
         if settings.quantization != "no":
             return f"--quantization {settings.quantization} has weights of 4 bits; leave one of them out"
-        if strategy_traits(settings).owns_optimizer:
+        if settings.owns_optimizer:
             return f"not with {settings.name}; use src/10_fsdp.py"
         if not settings.precision.startswith("bf16"):
             return f"not with --precision {settings.precision}; use bf16-mixed or bf16-true"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
 from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model
@@ -107,7 +106,7 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         for module in model.modules():
             if type(module) is nn.Linear and not module.weight.requires_grad and module.weight is not embedding:
                 module.to(half_precision(settings))
-    if not strategy_traits(settings).owns_optimizer:  # an engine keeps 32-bit copies by itself
+    if not settings.owns_optimizer:  # an engine keeps 32-bit copies by itself
         _keep_trained_in_32_bit(model)
         keep_16_bit_inputs(model)
     return model

@@ -10,7 +10,6 @@ from torch.autograd.function import FunctionCtx
 from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import fused_layers, head_names, meta_model
@@ -50,7 +49,7 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
 
 
 def _packs_on_host(settings: Settings) -> bool:
-    return strategy_traits(settings).shards_weights or settings.stream_layers
+    return settings.shards_weights or settings.stream_layers
 
 
 class QLoRA(Technique):
@@ -70,7 +69,7 @@ class QLoRA(Technique):
         given = f"--quantization {settings.quantization}"
         if not settings.lora:
             raise UserError(f"{given}: 4-bit weights cannot be trained; add --lora true")
-        if strategy_traits(settings).owns_optimizer:
+        if settings.owns_optimizer:
             raise UserError(f"{given}: not tried with DeepSpeed; use src/10_fsdp.py, which shards 4-bit weights")
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py")
@@ -84,7 +83,7 @@ class QLoRA(Technique):
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Let layers whose weights FSDP shards save their weights with the constants to unpack them."""
-        if strategy_traits(settings).shards_weights:
+        if settings.shards_weights:
             for module in model.modules():
                 if getattr(module, "quant_state", None) is not None:
                     module.register_state_dict_pre_hook(_give_constants)
@@ -104,12 +103,12 @@ class QLoRA(Technique):
             layer.__class__ = Rehearsed4bit
             layer.product_dtype = half_precision(settings) or torch.float32
             layer.unpacked_dtype = LoRA().loading_options(settings, model.config).get("dtype", torch.float32)
-            if strategy_traits(settings).shards_weights:
+            if settings.shards_weights:
                 layer.pack()
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Pack the frozen linear layers into 4 bits, unless the rehearsal has done so."""
-        if strategy_traits(settings).shards_weights:
+        if settings.shards_weights:
             return peak
         width = bytes_of_weight(settings, frozen_linear=True)
         return peak._replace(parameters=peak.parameters - round(counts.linear * (width - NF4_BYTES)))

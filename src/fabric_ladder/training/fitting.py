@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import BatchPlan
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import reset_peak_memory
 from fabric_ladder.errors import UserError, is_out_of_memory
 from fabric_ladder.models.layers import find_blocks
@@ -56,15 +55,15 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
         UserError: With `auto`, one sample does not fit on another rank.
     """
     run, state, sampler = training.run, training.state, training.train_loader.sampler
-    traits, device = strategy_traits(run.settings), run.fabric.device
-    tries = not traits.owns_optimizer
-    auto = run.settings.micro_batch_tokens == "auto"
+    settings, device = run.settings, run.fabric.device
+    tries = not settings.owns_optimizer
+    auto = settings.micro_batch_tokens == "auto"
     if training.is_over:
         if auto:  # the test loader uses the same number
             sampler.cut_by_tokens(state.micro_batch_tokens or 1)
         return
     sampler.set_epoch(state.epoch)
-    halves = auto and tries and not traits.shards_weights
+    halves = auto and tries and not settings.shards_weights
     if auto:
         sampler.cut_by_tokens(_first_tokens(training, prediction, halves))
     if halves or (tries and device.type in HARD_LIMITS):
@@ -148,7 +147,7 @@ def trial_pass(training: Training, micro_batches: list[MicroBatch], graphs: Grap
     """Run the forward and backward passes, and forget the gradients."""
     fabric, model = training.fabric, training.model
     # ranks with whole weights must not meet in a backward pass that one of them may not reach
-    with fabric.no_backward_sync(model, enabled=not strategy_traits(training.settings).shards_weights):
+    with fabric.no_backward_sync(model, enabled=not training.settings.shards_weights):
         accumulate_gradients(fabric, model, micro_batches, Meter(fabric), graphs=graphs)
     forget_gradients(fabric, training.optimizer, training.graphs)
 

@@ -14,7 +14,6 @@ from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.label_kind import MOST_CLASSES, Counts
 from fabric_ladder.data.sampler import check_steps
 from fabric_ladder.distributed.preemption import exit_for
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.models.optimizer import set_learning_rate
 from fabric_ladder.runs.metrics import Meter, Score, describe_classes
 from fabric_ladder.runs.prediction import predict
@@ -90,7 +89,7 @@ def _start(training: Training) -> None:
     model, optimizer, state = training.model, training.optimizer, training.state
     steps = state.steps_per_epoch * settings.epochs
     check_steps(settings, len(training.train_loader.dataset))
-    if not strategy_traits(settings).owns_optimizer:  # an engine trains copies of the parameters
+    if not settings.owns_optimizer:  # an engine trains copies of the parameters
         _check_ownership(model, optimizer)
     resumed = training.checkpointer.find()
     if settings.load and not resumed:
