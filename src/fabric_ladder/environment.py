@@ -6,6 +6,8 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -234,3 +236,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def within(names: dict, **values) -> Iterator[None]:
+    """Give names of a namespace, such as `globals()`, other values in this block."""
+    before = {name: names[name] for name in values}
+    names.update(values)
+    try:
+        yield
+    finally:
+        names.update(before)

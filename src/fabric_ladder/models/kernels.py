@@ -16,13 +16,12 @@ The memory-efficient kernel needs as many heads of keys as of queries (`sdp_util
 later versions than 2.13 change this, pytorch#191085).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from fabric_ladder.environment import emulates
+from fabric_ladder.environment import emulates, within
 
 TRUSTED = 91500  # PyTorch tries newer versions of cuDNN first
 MULTIPLE = 8  # kernels want the width of a head to be a multiple of this
@@ -64,15 +63,9 @@ def use_kernels(kernels: tuple[str, ...]) -> None:
     _flash = "flash" in kernels
 
 
-@contextmanager
-def declare_flash(available: bool) -> Iterator[None]:
+def declare_flash(available: bool) -> AbstractContextManager:
     """Declare whether the GPU of a rehearsal has flash kernels."""
-    global _flash
-    before, _flash = _flash, available
-    try:
-        yield
-    finally:
-        _flash = before
+    return within(globals(), _flash=available)
 
 
 def takes_groups(query: Tensor) -> bool:

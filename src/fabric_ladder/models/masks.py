@@ -7,7 +7,7 @@ documents apart, or the places where documents end, in place of a mask (`attenti
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import sdpa_mask
 
+from fabric_ladder.environment import within
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.kernels import computing_dtype
 
@@ -36,18 +37,12 @@ class _Rows(NamedTuple):
 _rows: _Rows | None = None  # None: not declared
 
 
-@contextmanager
-def declare_padding(padded: bool) -> Iterator[None]:
+def declare_padding(padded: bool) -> AbstractContextManager:
     """Declare whether attention masks hide any token in the batches of this block; padding is on the right.
 
     A causal model then needs no mask: no real token attends to the padding, which comes later.
     """
-    global _padded
-    before, _padded = _padded, padded
-    try:
-        yield
-    finally:
-        _padded = before
+    return within(globals(), _padded=padded)
 
 
 @contextmanager
@@ -61,15 +56,9 @@ def declare_rows(positions: Tensor, longest: int, documents: int | None = None) 
         longest: The largest number of tokens that a row may have.
         documents: The most documents of all rows, padding included, if attention takes `document_ends`; None: digits.
     """
-    global _rows
-    before, _rows = _rows, _Rows(positions, longest, documents)
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
+    search = {"find_packed_sequence_indices": lambda position_ids: None}
+    with within(globals(), _rows=_Rows(positions, longest, documents)), within(vars(masking_utils), **search):
         yield
-    finally:
-        _rows = before
-        masking_utils.find_packed_sequence_indices = search
 
 
 def document_digits() -> Tensor | None:

@@ -11,8 +11,8 @@ inputs of other blocks, however far Python is ahead of it. (`Tensor.record_strea
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
+from fabric_ladder.environment import within
 from fabric_ladder.models.configs import class_for, load_config
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
@@ -84,15 +85,9 @@ def _checkpoint_on_host(checkpoint: Callable, offload: "_Offload", function: Cal
         return checkpoint(lambda hidden: function(hidden, *others), hidden)
 
 
-@contextmanager
-def host_memory_within(context: Callable[[], AbstractContextManager]) -> Iterator[None]:
+def host_memory_within(context: Callable[[], AbstractContextManager]) -> AbstractContextManager:
     """Allocate the tensors in CPU memory within a context, for a count of memory that recognizes them."""
-    global _host_memory
-    before, _host_memory = _host_memory, context
-    try:
-        yield
-    finally:
-        _host_memory = before
+    return within(globals(), _host_memory=context)
 
 
 def host_memory() -> AbstractContextManager:

@@ -6,13 +6,13 @@ bits, nearly half of all its gradients. Here only the rows of the micro-batch's 
 the last bit, except where a language model's head has the same table: then the parts are added in another order.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from fabric_ladder.environment import within
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
@@ -30,8 +30,7 @@ def add_rows(model: nn.Module) -> None:
             module.shared = id(module.weight) in used
 
 
-@contextmanager
-def adding_rows(hooked: bool) -> Iterator[None]:
+def adding_rows(hooked: bool) -> AbstractContextManager:
     """Add rows to the gradients that are there, in forward and backward pass of this block.
 
     Args:
@@ -39,12 +38,7 @@ def adding_rows(hooked: bool) -> Iterator[None]:
             of zeros, which takes the memory of a single number. The gradient of a head with the same table already
             makes the hooks fire; zeros would be added to it in a new tensor of the table's size.
     """
-    global _hooked
-    before, _hooked = _hooked, hooked
-    try:
-        yield
-    finally:
-        _hooked = before
+    return within(globals(), _hooked=hooked)
 
 
 class RowEmbedding(nn.Embedding):

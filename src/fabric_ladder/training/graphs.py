@@ -8,7 +8,7 @@ graphs share one pool of memory, because they are replayed one after another.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.environment import within
 from fabric_ladder.techniques.kahan import Kahan
 
 RATE = torch.float32  # the type in which CUDA's fused kernels read a learning rate from memory
@@ -175,14 +176,10 @@ class Graphs:
 @contextmanager
 def _replaced(optimizer: Optimizer, **values) -> Iterator[None]:
     """Give all parameter groups these values in this block."""
-    before = [{name: group[name] for name in values} for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group.update(values)
-    try:
+    with ExitStack() as stack:
+        for group in optimizer.param_groups:
+            stack.enter_context(within(group, **values))
         yield
-    finally:
-        for group, own in zip(optimizer.param_groups, before, strict=True):
-            group.update(own)
 
 
 def _is_recordable(optimizer: Optimizer) -> bool:
