@@ -68,20 +68,11 @@ def explain(
 def _steadier(settings: Settings | None) -> str:
     """Return what to try after a loss that is not finite, without settings that the run has or refuses."""
     tries = ["a lower --learning_rate", "another --precision"]
-    if settings and not settings.max_grad_norm and _allowed(replace(settings, max_grad_norm=1.0)):
-        tries.append("--max_grad_norm 1")
+    if settings and not settings.max_grad_norm:
+        clipped = replace(settings, max_grad_norm=1.0)
+        if not any(technique.reason_against(clipped, None) for technique in used(settings)):
+            tries.append("--max_grad_norm 1")
     return ", ".join(tries[:-1]) + f" or {tries[-1]}"
-
-
-def _allowed(settings: Settings) -> bool:
-    """Return whether no technique refuses these settings."""
-    capability = compute_capability() if settings.accelerator == "cuda" else None
-    try:
-        for technique in TECHNIQUES:
-            technique.check(settings, capability)
-    except UserError:
-        return False
-    return True
 
 
 def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str) -> str:
