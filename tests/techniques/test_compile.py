@@ -16,7 +16,7 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.compile import CompileClock, compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import support_packing
-from fabric_ladder.training import compiling, graphs
+from fabric_ladder.training import compiling
 
 # graphs: one for micro-batches of one row, and one for several rows
 IN_FOURS = ("bert", {"micro_batch_size": 4}, 1)
@@ -67,23 +67,6 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, kind, v
     assert counts == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
     _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
     assert found == pytest.approx(plain, abs=1e-5)
-
-
-def test_a_recorded_pass_finds_all_layers_compiled(tmp_path, monkeypatch):
-    """A tape does not see compiled kernels, and no GPU has run them in a graph: --cuda_graphs refuses --compile."""
-    replayed = []
-
-    class Recorder:
-        def record(self, work):
-            return torch.compiler.set_stance("fail_on_recompile")(lambda: replayed.append(work()))
-
-    monkeypatch.setattr(graphs, "CudaRecorder", Recorder)
-    monkeypatch.setattr(Settings, "replays", property(lambda settings: settings.cuda_graphs))
-    values = {"micro_batch_tokens": 64, "packing": True, "max_length": 32, "epochs": 6}
-    counts, found = compiled_run(tmp_path, monkeypatch, "llama", cuda_graphs=True, **values)
-    assert counts == [2] * 18
-    assert len(replayed) > 20
-    assert found == pytest.approx(compiled_run(tmp_path, monkeypatch, "llama", **values)[1], abs=1e-7)
 
 
 def test_of_many_batches_only_the_first_are_planned(tmp_path, monkeypatch):

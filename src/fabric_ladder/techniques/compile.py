@@ -63,11 +63,6 @@ def compiles(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST and Compile().is_installed()
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether `compile_blocks` was called on the model."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
-
-
 class CompileClock:
     """Counts the graphs that torch.compile makes, forward and backward, and the seconds that it spends on them.
 

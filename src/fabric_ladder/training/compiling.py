@@ -6,7 +6,6 @@ from itertools import chain, islice
 from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.sampler import BatchPlan
 from fabric_ladder.runs.metrics import over_ranks
-from fabric_ladder.techniques.compile import is_compiled
 from fabric_ladder.training.fitting import trial_pass, without_a_trace
 from fabric_ladder.training.state import Training
 
@@ -21,7 +20,8 @@ def compile_ahead(training: Training) -> None:
 
     A strategy that accumulates gradients itself compiles in its first steps, since it could not undo a trial.
     """
-    if training.is_over or not is_compiled(training.model) or training.settings.owns_optimizer:
+    settings = training.settings
+    if training.is_over or not settings.compile or settings.owns_optimizer:
         return
     data = training.train_loader.dataset
     with training.run.throughput.excluded(), without_a_trace(training):
