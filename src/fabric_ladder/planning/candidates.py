@@ -131,8 +131,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     from_file = read_named_config(given)
     precision = (defaults | from_file | given).get("precision", Settings.precision)
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
-    here = ["--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
-    here += ["--accelerator", "cpu"]
+    here = ["--devices", "1", "--accelerator", "cpu", "--from_scratch", "true"]  # a plan needs no weights
     if "deepspeed" in defaults:
         in_file = {name: value for name, value in settings_in_file(deepspeed).items() if name not in given}
         precision = in_file.pop("precision", precision)

@@ -232,7 +232,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     host = host_bytes(candidate.rung, settings, rehearsal.counts, peaks[size])
     needed = overhead.needed(peaks[size])
     low, high = overhead.bounds(peaks[size])
-    free = room - most(size)
+    free = room - high
     return Plan(
         candidate,
         micro_batch=size,

@@ -60,8 +60,6 @@ class PeakTracker(TorchDispatchMode):
     Args:
         fake_mode: Count only tensors of this mode. DTensor computes shapes on other fake tensors. None: real tensors.
         vocabulary: Size of a language model's vocabulary, to recognize logits; None: the model is a classifier.
-
-    Attributes:
     """
 
     def __init__(self, fake_mode: FakeTensorMode | None = None, vocabulary: int | None = None):
