@@ -43,7 +43,6 @@ from common import (
 from fabric_ladder.techniques.advice import explain_errors
 
 OUT = common.RESULTS / "against_peers.json"
-REVIEWS = 320  # for training: a run's speed repeats within 5 %
 PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
 LADDER = {  # the fastest cuts on two cores
     "minilm": ("2_grad_accum",),
@@ -57,9 +56,7 @@ BEST = {  # of Trainer on two cores, found by trying one of the switches of peer
 }
 CUTS = [f"--micro_batch_size {size}" for size in (1, 2, 4, 16)]
 CUTS += [f"--micro_batch_tokens {tokens}" for tokens in (512, 1024, 2048, 4096)]
-CHECKPOINTING = ("5_low_precision", "7_grad_checkpointing", "21_selective_checkpointing")
-LENGTHS = (256, 512, 1024, 2048)
-SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
+KEEPING = ("5_low_precision", "7_grad_checkpointing", "21_selective_checkpointing")  # all activations, none, some
 TOLERANCES = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}
 
 
@@ -77,11 +74,10 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
     ours, best = (known.get(f"{part} {args.precision}", known[part]) for known in (LADDER, BEST))
     ladder = rung_command(options, *ours)
-    peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")}
+    peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")} | {"ladder": ladder}
     peers |= {"trainer_best": peer_command("trainer", options, *best), "bare": peer_command("bare", ladder[1:])}
     commands = {side: command for side, command in peers.items() if side not in args.without}
-    conditions |= {"trainer_best": best, "ladder": ours}
-    return {"conditions": conditions} | _race(commands | {"ladder": ladder}, args)
+    return {"conditions": conditions | {"trainer_best": best, "ladder": ours}} | _race(commands, args)
 
 
 def compare_first(part: str, args: argparse.Namespace, folder: Path) -> dict:
@@ -105,55 +101,48 @@ def _race(commands: dict[str, list[str]], args: argparse.Namespace) -> dict:
     return turns | {"ratios": ratios}
 
 
-def compare_cuts(part: str, args: argparse.Namespace, folder: Path) -> dict:
-    """Measure rung 2 from one sample at a time to the whole effective batch; the cut changes no gradient."""
+def compare_rungs(rungs: dict[str, list[str]], part: str, args: argparse.Namespace, folder: Path) -> dict:
+    """Measure rungs, with their options, that compute the same gradient."""
     options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
-    sides = {cut: rung_command(options, "2_grad_accum", *cut.split()) for cut in CUTS}
+    sides = {name: rung_command(options, *words) for name, words in rungs.items()}
     turns = take_turns(sides, args.repeats, args.threads)
     check_alike(turns["repeats"], *(["test_loss"] if part == "minilm" else []))  # each cut draws its dropout masks
     return {"conditions": conditions} | turns
 
 
-def compare_checkpointing(part: str, args: argparse.Namespace, folder: Path) -> dict:
-    """Measure rungs that keep all activations, none, and some, with 2,048 tokens at a time."""
-    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
-    turns = take_turns(
-        {rung: rung_command(options, rung, "--micro_batch_tokens", "2048") for rung in CHECKPOINTING},
-        args.repeats, args.threads,
-    )  # fmt: skip
-    check_alike(turns["repeats"])
-    seconds = {rung: figures["training_seconds"] for rung, figures in turns["medians"].items()}
-    ratios = {rung: taken / seconds[CHECKPOINTING[0]] for rung, taken in seconds.items()}
-    return {"conditions": conditions} | turns | {"ratios": ratios}
-
-
 def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
     options = [*BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
-    script = [str(Path(__file__).with_name("operations.py")), "attention-cost"]
+    script, lengths = [str(Path(__file__).with_name("operations.py")), "attention-cost"], (256, 512, 1024, 2048)
     sides = {
         f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
-        for tokens, attention in product(LENGTHS, ("eager", "fused"))
+        for tokens, attention in product(lengths, ("eager", "fused"))
     }
     turns = take_turns(sides, args.repeats, args.threads)
     ratios = {}
-    for tokens in LENGTHS:
+    for tokens in lengths:
         eager, fused = (turns["medians"][f"{attention} {tokens}"] for attention in ("eager", "fused"))
         if abs(eager["loss"] - fused["loss"]) > 1e-4:
             raise RuntimeError(f"at {tokens} tokens the losses differ: {eager['loss']} and {fused['loss']}")
         ratios[f"seconds of eager / fused at {tokens}"] = eager["seconds"] / fused["seconds"]
-        ratios[f"peak memory of fused / eager at {tokens}"] = fused[MEMORY] / eager[MEMORY]
+        peaks = fused["peak_memory_bytes"] / eager["peak_memory_bytes"]
+        ratios[f"peak memory of fused / eager at {tokens}"] = peaks
     return {"conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"}} | turns | {"ratios": ratios}
 
 
-DUELS = {"sides": duel, "cuts": compare_cuts, "rung_1": compare_first, "checkpointing": compare_checkpointing}
+DUELS = {
+    "sides": duel,
+    "rung_1": compare_first,
+    "cuts": partial(compare_rungs, {cut: ["2_grad_accum", *cut.split()] for cut in CUTS}),
+    "checkpointing": partial(compare_rungs, {rung: [rung, "--micro_batch_tokens", "2048"] for rung in KEEPING}),
+}
 
 
 def main() -> None:
     """Measure the chosen parts."""
     parser = part_parser(__doc__, ["minilm", "bloom", "attention"], 5, OUT)
     parser.add_argument("--measure", choices=DUELS, default="sides", help="of minilm and bloom, see above")
-    parser.add_argument("--reviews", type=int, default=REVIEWS, help="for training (default: %(default)s)")
+    parser.add_argument("--reviews", type=int, default=320, help="for training (default: %(default)s)")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of all sides")
     args = parser.parse_args()
@@ -163,9 +152,8 @@ def main() -> None:
     for part in args.part:
         words, measure = [part], compare_attention
         if part != "attention":
-            vectors = torch.backends.cpu.get_cpu_capability()
-            usual = ("sides", "32-true", "AVX512")
-            words += [word for word in (args.measure, args.precision, vectors) if word not in usual]
+            kind = args.measure, args.precision, torch.backends.cpu.get_cpu_capability()
+            words += [word for word in kind if word not in ("sides", "32-true", "AVX512")]
             measure = DUELS[args.measure]
         measures[" ".join(words)] = partial(measure, part, args)
     common.run_parts(measures, args.out)

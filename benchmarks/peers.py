@@ -48,7 +48,6 @@ SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the de
     **{f"micro_batch_{size}": {"per_device_train_batch_size": size} for size in (1, 2, 4, 16)},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
     "no_nan_filter": {"logging_nan_inf_filter": False},  # the filter waits for every loss
-    "foreach_adam": {"optim": "adamw_torch"},
     "compile": {"torch_compile": True},
     **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 4, 32)},
 }
