@@ -504,7 +504,7 @@ def answer_early() -> None:
         UserError: In one line. The libraries read the ranks when they are imported.
     """
     main = Path(getattr(sys.modules["__main__"], "__file__", None) or SRC).resolve()
-    if main.parent != SRC or not re.match(r"\d+_", main.name):
+    if main.parent != SRC or not re.fullmatch(r"\d+_.*\.py", main.name):
         return
     script, given = script_defaults(main.stem), read_command_line(*sys.argv[1:]).given
     if "help" in given:

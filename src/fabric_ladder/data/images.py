@@ -127,7 +127,8 @@ def _decode_splits(
         for split, rows in splits.items():
             decoded = _decode_rows(files, rows, decode, content, bad, hashes.setdefault(split, []))
             kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
-    check_levels(levels)
+    if dark := name_darkness(levels):
+        raise UserError(dark)
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     notices += name_copies(
         {split: [(partial(_name, files, rows), np.array(hashes[split]))] for split, rows in splits.items()}, "images"
@@ -219,10 +220,7 @@ def decode(data: bytes, side: int, resample: Image.Resampling, levels: list[int]
         return np.asarray(image)
 
 
-def check_levels(levels: list[int]) -> None:
-    """Refuse images of 16 bits that are all dark, given the brightest level of each: they would be nearly black."""
-    if 0 < max(levels, default=WHITE) <= WHITE // 2:
-        raise UserError(
-            f"the images of 16 bits use less than half of the {WHITE:,} levels, as those of 12 bits do: convert them "
-            "to 8 bits per colour"
-        )
+def name_darkness(levels: list[int]) -> str | None:
+    """Return what is wrong with images of 16 bits that are all dark, given the brightest level of each."""
+    used = f"the images of 16 bits ({len(levels):,}) use less than half of the {WHITE:,} levels, as those of 12 bits do"
+    return f"{used}: convert them to 8 bits per colour" if 0 < max(levels, default=WHITE) <= WHITE // 2 else None

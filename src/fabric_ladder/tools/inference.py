@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from fabric_ladder.checkpoints.export import find_result, load_result
 from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.image_files import list_images
-from fabric_ladder.data.images import check_levels, decode, read_image_format
+from fabric_ladder.data.images import decode, name_darkness, read_image_format
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_kind import class_lines
 from fabric_ladder.data.labels import WHOLE
@@ -296,9 +296,9 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
         part.unlink()
         state.unlink()
         raise UserError(left_out)
-    scores = [left_out] * bool(lost) + score(
-        predictor, (row for row in _written(part) if row[predictor.columns[0]] is not None)
-    )
+    dark = name_darkness(predictor.levels)
+    notices = [left_out] * bool(lost) + [f"read as nearly black: {dark}"] * bool(dark)
+    scores = notices + score(predictor, (row for row in _written(part) if row[predictor.columns[0]] is not None))
     with refused(f"cannot write {output}"):
         if output.suffix == ".csv":
             _write_csv(part, " " if predictor.settings.task == "token-classification" else "|")
@@ -313,7 +313,6 @@ def _answer(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]], bad
     for number, (location, row) in enumerate(chunk):
         with _skipped(f"{data}, {location}", bad):
             texts[number] = predictor.read(row)
-    check_levels(predictor.levels)
     try:
         found |= zip(texts, predictor.predict([*texts.values()]), strict=True) if texts else ()
     except Exception as error:  # of one text, or of texts that BART cannot read together
