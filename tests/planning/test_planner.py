@@ -99,7 +99,7 @@ def test_candidates_are_named_by_the_options_that_the_planner_adds(tmp_path):
 @pytest.mark.parametrize(
     ("rung", "points", "speed"),
     [
-        ("15_packing", 0, SPEEDS["15_packing"]), ("1_batch_size_1", 6.1, None), ("13_lora", 1.6, None),
+        ("15_packing", 0, SPEEDS["15_packing"]), ("1_batch_size_1", 6.1, None), ("13_lora", 2.3, None),
         ("14_qlora", 3.9, None), ("25_block_by_block", 7.2, None), ("26_stateless", 5.8, None),
         ("12_deepspeed_zero", None, None), ("5_low_precision", 1.8, SPEEDS["5_low_precision"]),
     ],
