@@ -74,9 +74,9 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
     ours, best = (known.get(f"{part} {args.precision}", known[part]) for known in (LADDER, BEST))
     ladder = rung_command(options, *ours)
-    peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")} | {"ladder": ladder}
+    peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")}
     peers |= {"trainer_best": peer_command("trainer", options, *best), "bare": peer_command("bare", ladder[1:])}
-    commands = {side: command for side, command in peers.items() if side not in args.without}
+    commands = {side: command for side, command in peers.items() if side not in args.without} | {"ladder": ladder}
     return {"conditions": conditions | {"trainer_best": best, "ladder": ours}} | _race(commands, args)
 
 
@@ -113,7 +113,8 @@ def compare_rungs(rungs: dict[str, list[str]], part: str, args: argparse.Namespa
 def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
     options = [*BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
-    script, lengths = [str(Path(__file__).with_name("operations.py")), "attention-cost"], (256, 512, 1024, 2048)
+    script = [str(Path(__file__).with_name("operations.py")), "attention-cost"]
+    lengths = (256, 512, 1024, 2048)
     sides = {
         f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
         for tokens, attention in product(lengths, ("eager", "fused"))
@@ -125,8 +126,7 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
         if abs(eager["loss"] - fused["loss"]) > 1e-4:
             raise RuntimeError(f"at {tokens} tokens the losses differ: {eager['loss']} and {fused['loss']}")
         ratios[f"seconds of eager / fused at {tokens}"] = eager["seconds"] / fused["seconds"]
-        peaks = fused["peak_memory_bytes"] / eager["peak_memory_bytes"]
-        ratios[f"peak memory of fused / eager at {tokens}"] = peaks
+        ratios[f"peak memory of fused / eager at {tokens}"] = fused["peak_memory_bytes"] / eager["peak_memory_bytes"]
     return {"conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"}} | turns | {"ratios": ratios}
 
 

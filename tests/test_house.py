@@ -45,7 +45,7 @@ def test_bodies_of_functions_are_at_most_50_lines():
 
 
 # lines of Python; whoever needs more raises the number in the same commit, with the reason in its headline
-BUDGET = {"src": 26_336, "benchmarks": 4_542, "tests": 21_966}
+BUDGET = {"src": 26_336, "benchmarks": 4_542, "tests": 22_007}
 
 
 def test_the_sums_of_lines_stay_within_the_budget():

@@ -99,9 +99,15 @@ def test_files_of_guides_run_unchanged_and_their_values_hold(name, expected, not
 
 def test_a_value_on_the_command_line_that_differs_from_the_file_is_refused():
     path = str(DEEPSPEED_FILES / "zero2_manual.json")
-    line = "zero2_manual.json: optimizer.params.weight_decay 3e-07 contradicts --weight_decay 0.1: "
-    with pytest.raises(UserError, match=re.escape(line)):
-        read_settings("12_deepspeed_zero", ["--deepspeed", path, "--weight_decay", "0.1"])
+    for words, line in (
+        ("--betas 0.9,0.999", "optimizer.params.betas [0.8, 0.999] contradicts --betas 0.9,0.999: "),
+        ("--weight_decay 0.1", "optimizer.params.weight_decay 3e-07 contradicts --weight_decay 0.1: "),
+        ("--learning_rate 1e-4", "optimizer.params.lr 3e-05 contradicts --learning_rate 0.0001: "),
+        ("--warmup_steps 5", "scheduler.params.warmup_num_steps 500 contradicts --warmup_steps 5: "),
+        ("--precision bf16-mixed", "fp16.enabled true contradicts --precision bf16-mixed: "),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"zero2_manual.json: {line}")):
+            read_settings("12_deepspeed_zero", ["--deepspeed", path, *words.split()])
     read_settings("12_deepspeed_zero", ["--deepspeed", path, "--learning_rate", "3e-5", "--betas", "0.8,0.999"])
 
 
@@ -139,6 +145,7 @@ def test_what_a_run_does_otherwise_than_a_file_is_said(tmp_path):
         ({"fp16": {"enabled": "true"}}, 'fp16.enabled "true" must be true or false'),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, 'reduce_bucket_size "5e8" must be a number'),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, 'device "gpu" must be none, cpu'),
+        ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type "OneBitAdam" must be Adam, AdamW, SGD, or left out'),
     ],
 )
 def test_a_file_that_a_plan_would_misread_is_refused(tmp_path, values, line):

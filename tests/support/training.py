@@ -1,7 +1,9 @@
-"""Train in this process, and run rungs with little memory."""
+"""Train in this process, with a poisoned token too, and run rungs with little memory."""
 
 import json
 
+import numpy as np
+import torch
 from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
@@ -45,3 +47,14 @@ def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepa
 
 def losses(run):
     return column(run.folder, "loss")
+
+
+def poison(training):
+    """Make the embedding of a token infinite. Only one sample has this token; return its row."""
+    rows = training.train_loader.dataset.split["input_ids"][:]
+    tokens = np.concatenate([np.unique(row) for row in rows])
+    token = int(np.flatnonzero(np.bincount(tokens) == 1)[0])
+    weight = next(each for name, each in training.model.named_parameters() if name.endswith("word_embeddings.weight"))
+    with torch.no_grad():
+        weight[token] = torch.inf
+    return next(number for number, row in enumerate(rows) if token in row)
